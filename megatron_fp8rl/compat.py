@@ -101,6 +101,17 @@ def has_transformer_engine() -> bool:
     return bool(transformer_engine.HAVE_TE)
 
 
+def rms_norms() -> tuple[type, ...]:
+    """Return the classes of RMS norms that Megatron's layers are built with."""
+    import torch
+
+    if not has_transformer_engine():
+        return (torch.nn.RMSNorm,)
+    import transformer_engine.pytorch
+
+    return (torch.nn.RMSNorm, transformer_engine.pytorch.RMSNorm)
+
+
 def mtp_transformer_layer(module: Any) -> Any:
     """Return the transformer layer of a MultiTokenPredictionLayer; it was renamed after 0.16."""
     found = getattr(module, "transformer_layer", None)

@@ -13,14 +13,18 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP
 from torch import Tensor
-from torch.nn.functional import rms_norm
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.kernels import require_fp8_linears
+from fp8rl.kernels.rotary_table import cos_sin_table, inverse_frequencies
 from fp8rl.numerics import GROUP, fake_quantize_int8_kv, fake_quantize_kv
+from megatron_fp8rl import compat
 from megatron_fp8rl.linear import Fp8Module
+from megatron_fp8rl.norms import SharedRMSNorm
 from megatron_fp8rl.sites import sites
 from megatron_fp8rl.swiglu import requests_swiglu
 
@@ -28,14 +32,13 @@ _HOPPER = (9, 0)
 _REMEDY = "or set exact to false in the recipe."
 
 
-class ExactNorm(Fp8Module, torch.nn.RMSNorm):
-    """An RMS norm of Megatron's local layers."""
-
-    upstream_class = torch.nn.RMSNorm
+class ExactNorm(Fp8Module):
+    """An RMS norm of Megatron's local layers, or TransformerEngine's."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x`` ``[.., hidden]`` in float32, rounded once."""
-        return _Norm.apply(x, self.weight, self.eps)
+        module: Any = self
+        return SharedRMSNorm.apply(x, module.weight, module.eps)
 
 
 class ExactSelfAttention(Fp8Module, SelfAttention):
@@ -97,18 +100,15 @@ class Rotation:
     """The table of cosines and sines of a model, made once and as long as its longest sequence.
 
     Args:
-        base: ``rope_theta``.
-        dim: head size.
+        inverse: :func:`fp8rl.kernels.rotary_table.inverse_frequencies` of the model.
     """
 
-    def __init__(self, base: float, dim: int) -> None:
-        self._base, self._dim = base, dim
+    def __init__(self, inverse: Tensor) -> None:
+        self._inverse = inverse
         self._table: Tensor | None = None
 
     def at(self, query: Tensor, packed: Any) -> tuple[Tensor, Tensor]:
         """Return the positions of the tokens of ``query`` ``[s, b, ..]``, and the table."""
-        from fp8rl.kernels.rotary import cos_sin_table
-
         length, batch = query.shape[:2]
         positions = torch.arange(length, device=query.device)
         if packed is not None:
@@ -116,7 +116,7 @@ class Rotation:
             sequence = torch.searchsorted(starts, positions, right=True) - 1
             positions = positions - starts[sequence]
         if self._table is None or len(self._table) < length or self._table.device != query.device:
-            self._table = cos_sin_table(self._base, self._dim, length, query.device)
+            self._table = cos_sin_table(self._inverse, length, query.device)
         return positions.repeat_interleave(batch), self._table
 
 
@@ -136,23 +136,27 @@ class ExactCore(Fp8Module):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        *args: Any,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
-        **kwargs: Any,
     ) -> Tensor:
         """Compute causal attention.
 
         Args:
             query: ``[s, b, heads, head_size]``, or ``[tokens, heads, head_size]`` if packed.
             key, value: like ``query``, with KV heads.
-            attention_mask: None, which means the causal one.
+            attention_mask: None, which means the causal one, or the causal one ``[.., s, s]``, as
+                NeMo RL gives it where it does not pack; to look at it the device is waited for.
+            attn_mask_type: ``causal``; packed sequences may have ``padding_causal``, whose padding
+                is at the end of each.
+            attention_bias: None.
             packed_seq_params: Megatron's, or None.
 
         Returns:
             ``[s, b, heads * head_size]``, or ``[tokens, heads * head_size]`` if packed.
 
         Raises:
-            UnsupportedError: no ``KVCacheInTraining``; a mask or a bias.
+            UnsupportedError: no ``KVCacheInTraining``; another mask, or a bias.
         """
         layer = self.exact_cache
         if layer is None:
@@ -167,15 +171,24 @@ class ExactCore(Fp8Module):
                 key,
                 value,
                 attention_mask,
-                *args,
+                attn_mask_type=attn_mask_type,
+                attention_bias=attention_bias,
                 packed_seq_params=packed_seq_params,
-                **kwargs,
             )
-        if attention_mask is not None or kwargs.get("attention_bias") is not None:
+        kinds = [AttnMaskType.causal]
+        if packed_seq_params is not None:
+            kinds.append(AttnMaskType.padding_causal)
+        if attn_mask_type not in kinds or attention_bias is not None:
             raise UnsupportedError(
-                "exact computes causal attention and reads no attention_mask and no "
-                "attention_bias; give None, and packed_seq_params for several sequences in a row, "
-                f"{_REMEDY}"
+                f"exact computes causal attention, and this layer has attn_mask_type "
+                f"{attn_mask_type} and {'no' if attention_bias is None else 'an'} attention_bias; "
+                f"build the model with AttnMaskType.causal and give no bias, {_REMEDY}"
+            )
+        packed = packed_seq_params is not None
+        if attention_mask is not None and (packed or not _is_causal(attention_mask, len(query))):
+            raise UnsupportedError(
+                "exact computes causal attention, and attention_mask is not the causal one; give "
+                f"None, and packed_seq_params for several sequences in a row, {_REMEDY}"
             )
         layer.count(key, value)
         if packed_seq_params is None:
@@ -197,9 +210,9 @@ class ExactCore(Fp8Module):
 
 
 @cache
-def exact_core(upstream: Any) -> type[ExactCore]:
-    """Return the class that a ``core_attention`` of class ``upstream`` gets."""
-    return type(f"Exact{upstream.__name__}", (ExactCore, upstream), {"upstream_class": upstream})
+def exact_class(ours: Any, upstream: Any) -> type[Fp8Module]:
+    """Return the class that a module of class ``upstream`` gets: ``ours`` in front of it."""
+    return type(f"Exact{upstream.__name__}", (ours, upstream), {"upstream_class": upstream})
 
 
 Change = tuple[Any, type[Fp8Module], dict[str, Any]]
@@ -220,18 +233,18 @@ def plan(chunks: Iterable[Any], setup: Any) -> list[Change]:
     for chunk in chunks:
         rotation = _checked(chunk, setup)
         for path, norm in _norms(chunk):
-            if type(norm) is not torch.nn.RMSNorm:
+            if type(norm) not in compat.rms_norms():
                 raise UnsupportedError(
-                    f"exact needs torch's RMSNorm at '{path}', as of Megatron's local spec, not "
+                    f"exact needs torch's or TransformerEngine's RMSNorm at '{path}', not "
                     f"{type(norm).__module__}.{type(norm).__name__}; build the model with "
-                    f"get_gpt_layer_local_spec, {_REMEDY}"
+                    f"Megatron's local spec or its TransformerEngine spec, {_REMEDY}"
                 )
-            found.append((norm, ExactNorm, {}))
+            found.append((norm, exact_class(ExactNorm, type(norm)), {}))  # type: ignore[arg-type]
         for layer in chunk.decoder.layers:
             attention = layer.self_attention
             core = attention.core_attention
             found.append((attention, ExactSelfAttention, {"exact_rotation": rotation}))
-            found.append((core, exact_core(type(core)), {}))  # type: ignore[arg-type]
+            found.append((core, exact_class(ExactCore, type(core)), {}))  # type: ignore[arg-type]
     return found
 
 
@@ -250,8 +263,8 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
         if parameter.dtype != torch.bfloat16:
             raise UnsupportedError(
                 f"exact needs bfloat16 parameters, as the rollout has, and '{name}' is "
-                f"{parameter.dtype}; call model.bfloat16() or wrap the model in Float16Module, "
-                f"{_REMEDY}"
+                f"{parameter.dtype}; call model.bfloat16() or wrap the model in Float16Module (in "
+                f"Megatron-Bridge set params_dtype to torch.bfloat16), {_REMEDY}"
             )
     needed = [
         ("num_moe_experts", config.num_moe_experts, None),
@@ -275,6 +288,11 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
         ("rotary_percent", chunk.rotary_percent, 1),
         ("rotary_interleaved", config.rotary_interleaved, False),
         ("no_rope_freq", getattr(config, "no_rope_freq", None), None),
+        ("fused_single_qkv_rope", getattr(config, "fused_single_qkv_rope", False), False),
+        ("qk_clip", getattr(config, "qk_clip", False), False),
+        ("logit_dtype", getattr(chunk, "logit_dtype", None), None),
+        ("use_mup", getattr(config, "use_mup", False), False),
+        ("log_max_attention_logit", getattr(config, "log_max_attention_logit", False), False),
         (
             "seq_len_interpolation_factor",
             getattr(rope, "seq_len_interpolation_factor", None),
@@ -295,23 +313,16 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
         if type(layer.self_attention) is not SelfAttention:
             raise UnsupportedError(
                 f"exact needs Megatron's SelfAttention in layer {layer.layer_number - 1}, not "
-                f"{type(layer.self_attention).__name__}; build the model with "
-                f"get_gpt_layer_local_spec, {_REMEDY}"
+                f"{type(layer.self_attention).__name__}; build the model with Megatron's local "
+                f"spec or its TransformerEngine spec, {_REMEDY}"
             )
-        if not requests_swiglu(layer.mlp):
+        if type(layer.mlp) is not MLP or not requests_swiglu(layer.mlp):
             raise UnsupportedError(
                 f"exact needs a SwiGLU that is rounded once, as the rollout's is, and layer "
                 f"{layer.layer_number - 1} has another; set config.bias_activation_fusion to true "
                 f"and leave the other options of the activation as they are, {_REMEDY}"
             )
-    inverse = rope.inv_freq.double().cpu()
-    base, dim = float(chunk.rotary_base), config.kv_channels
-    expected = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    if inverse.shape != expected.shape or not torch.allclose(inverse, expected, rtol=1e-5):
-        raise UnsupportedError(
-            "exact serves plain rotary embeddings, and this model scales its frequencies "
-            f"(rope_scaling); choose another model, {_REMEDY}"
-        )
+    inverse = _frequencies(chunk)
     require_fp8_linears(setup.policy)
     device = next(chunk.parameters()).device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -322,12 +333,30 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
         )
     from fp8rl.kernels.attention import HEAD_SIZES  # needs Triton
 
+    dim = config.kv_channels
     if dim not in HEAD_SIZES:
         raise UnsupportedError(
             f"exact serves heads of {HEAD_SIZES}, not of {dim}; choose another model, {_REMEDY}"
         )
     _require_deep_gemm(chunk, setup)
-    return Rotation(base, dim)
+    return Rotation(inverse)
+
+
+def _frequencies(chunk: Any) -> Tensor:
+    """Return ours, and raise UnsupportedError if a GPTModel's are not the same function."""
+    base, dim = float(chunk.rotary_base), chunk.config.kv_channels
+    theirs = chunk.rotary_pos_emb.inv_freq.double().cpu()
+    ours = inverse_frequencies(base, dim)
+    if chunk.rotary_scaling and len(theirs) == len(ours):
+        # The model does not keep the factor; all of it is in the last frequency.
+        factor = round(float(ours[-1] / theirs[-1]), 3)
+        ours = inverse_frequencies(base, dim, factor)
+    if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-5, atol=0):
+        raise UnsupportedError(
+            "exact serves plain rotary embeddings and Llama 3's rope_scaling, and this model has "
+            f"other frequencies; choose another model, {_REMEDY}"
+        )
+    return ours
 
 
 def _require_deep_gemm(chunk: Any, setup: Any) -> None:
@@ -359,21 +388,12 @@ def _longest(packed: Any, starts: Tensor) -> int:
     return int(starts.diff().max())  # max_seqlen_q may leave the padding out
 
 
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        from fp8rl.kernels.norm import rms_norm as shared
-
-        ctx.save_for_backward(x, weight)
-        ctx.epsilon = epsilon
-        return shared(x, weight, epsilon)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
-        with torch.enable_grad():
-            y = rms_norm(x, weight.shape, weight, ctx.epsilon)
-        return (*torch.autograd.grad(y, (x, weight), grads), None)
+def _is_causal(mask: Tensor, length: int) -> bool:
+    """Tell whether a mask hides what comes later, and nothing else."""
+    later = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
+    return (
+        mask.dtype == torch.bool and mask.shape[-2:] == later.shape and bool((mask == later).all())
+    )
 
 
 class _Rotated(torch.autograd.Function):

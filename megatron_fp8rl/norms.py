@@ -1,14 +1,15 @@
-"""The norm inside a TransformerEngine layer, computed as TransformerEngine does."""
+"""The norm inside a TransformerEngine layer, computed as TransformerEngine or the rollout does."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
 
-def normalize(module: Any, x: torch.Tensor) -> torch.Tensor:
+def normalize(module: Any, x: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
     """Apply the norm of a LayerNormLinear, in float32 inside.
 
     A zero-centered weight gets its 1 in float32, as in TransformerEngine's kernel, in vLLM and in
@@ -18,10 +19,13 @@ def normalize(module: Any, x: torch.Tensor) -> torch.Tensor:
         module: holds ``layer_norm_weight`` (and ``layer_norm_bias``) of shape ``[hidden]``,
             ``zero_centered_gamma``, ``normalization`` and ``eps``.
         x: ``[.., hidden]``.
+        exact: by the kernel that the rollout calls too; an RMSNorm that is not zero-centered.
 
     Returns:
         A tensor in the shape and dtype of ``x``.
     """
+    if exact:
+        return SharedRMSNorm.apply(x, module.layer_norm_weight, module.eps)
     weight, shape, eps = module.layer_norm_weight, module.layer_norm_weight.shape, module.eps
     dtype = x.dtype
     if module.zero_centered_gamma:
@@ -30,3 +34,22 @@ def normalize(module: Any, x: torch.Tensor) -> torch.Tensor:
     if module.normalization == "RMSNorm":
         return rms_norm(x, shape, weight, eps).to(dtype)
     return layer_norm(x, shape, weight, module.layer_norm_bias.to(x.dtype), eps).to(dtype)
+
+
+class SharedRMSNorm(torch.autograd.Function):
+    """:func:`fp8rl.kernels.norm.rms_norm`, with the gradients of torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        from fp8rl.kernels.norm import rms_norm as shared  # needs Triton
+
+        ctx.save_for_backward(x, weight)
+        ctx.epsilon = epsilon
+        return shared(x, weight, epsilon)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = rms_norm(x, weight.shape, weight, ctx.epsilon)
+        return (*torch.autograd.grad(y, (x, weight), grads), None)

@@ -140,7 +140,7 @@ class Fp8TELayerNormColumnParallelLinear(_Fp8TELinear, TELayerNormColumnParallel
                 f"'{self.fp8_state.name}' has return_layernorm_output on: FP8 training does not "
                 "serve LoRA; set training to false in the recipe, or train without adapters."
             )
-        return super().forward(normalize(self, x))
+        return super().forward(normalize(self, x, exact=self.fp8_setup.recipe.exact))
 
 
 class _Fp8TEGroupedLinear(Fp8Linear):

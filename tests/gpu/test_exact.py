@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from fp8rl.kernels.rotary_table import cos_sin_table, inverse_frequencies
 from fp8rl.numerics import fake_quantize_int8_kv, fake_quantize_kv, quantize_group
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -225,7 +226,7 @@ def test_rotation_and_its_gradient(heads, kv_heads, size):
     fused = torch.randn(50, heads + 2 * kv_heads, size, device=DEVICE).bfloat16()
     query, key = fused[:, :heads], fused[:, heads : heads + kv_heads]  # rows apart, as in a model
     positions = torch.randint(0, 4000, (50,), device=DEVICE)
-    table = rotary.cos_sin_table(10_000.0, size, 4000, DEVICE)
+    table = cos_sin_table(inverse_frequencies(10_000.0, size), 4000, DEVICE)
     found = rotary.rotate(query, key, positions, table)
     back = rotary.rotate(*found, positions, table, back=True)
     for x, y, again in zip((query, key), found, back, strict=True):

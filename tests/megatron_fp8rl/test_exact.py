@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.enums import AttnMaskType
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
+from fp8rl.kernels.rotary_table import inverse_frequencies
 from fp8rl.kv_scales import scale_names
-from megatron_fp8rl import convert
+from megatron_fp8rl import compat, convert, exact
 from megatron_fp8rl.conversion import adopt, prepare
 from megatron_fp8rl.exact import (
     ExactCore,
     ExactNorm,
     ExactSelfAttention,
     Rotation,
+    _frequencies,
     _longest,
     _starts_of,
-    exact_core,
+    exact_class,
 )
 from megatron_fp8rl.kv_cache import KVCacheInTraining
 from megatron_fp8rl.linear import Fp8Linear
@@ -45,6 +50,7 @@ EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 
 
 
 LLAMA = LlamaConfig(**SIZE)
+QWEN3 = Qwen3Config(**SIZE)
 FUSED = {"bias_activation_fusion": True}
 
 
@@ -57,6 +63,7 @@ FUSED = {"bias_activation_fusion": True}
         (LLAMA, {"hidden_dropout": 0.1}, "exact needs hidden_dropout 0 in the trainer, not 0.1"),
         (LLAMA, {"no_rope_freq": 2}, r"exact needs no_rope_freq None in the trainer, not \[0, 1\]"),
         (LLAMA, {"softmax_scale": 0.5}, "exact needs softmax_scale None in the trainer, not 0.5"),
+        (LLAMA, {"log_max_attention_logit": True}, "exact needs log_max_attention_logit False"),
         (LLAMA, {"fp32_residual_connection": True}, "exact needs fp32_residual_connection False"),
         (Qwen2Config(**SIZE), {}, "exact needs add_qkv_bias False in the trainer, not True"),
         (Qwen3MoeConfig(**SIZE, **EXPERTS), {}, "exact needs num_moe_experts None in the trainer"),
@@ -74,7 +81,11 @@ def test_what_would_not_be_exact_is_refused_before_anything_changes(
 
 def test_interpolated_positions_and_other_attention_classes_are_refused(mcore):
     model = build_gpt(LLAMA, **FUSED)
-    attention = model.decoder.layers[1].self_attention
+    mlp, attention = model.decoder.layers[0].mlp, model.decoder.layers[1].self_attention
+    mlp.__class__ = type("Mine", (type(mlp),), {})  # as TransformerEngine's fused operations are
+    with pytest.raises(UnsupportedError, match=r"exact needs a SwiGLU that .* layer 0 has another"):
+        convert(model, EXACT)
+    mlp.__class__ = type(model.decoder.layers[1].mlp)
     attention.__class__ = type("Mine", (type(attention),), {})
     with pytest.raises(UnsupportedError, match=r"SelfAttention in layer 1, not Mine"):
         convert(model, EXACT)
@@ -91,8 +102,10 @@ def test_a_conversion_that_breaks_off_leaves_nothing(mcore):
     attention = model.decoder.layers[0].self_attention
 
     def interrupted() -> Iterator[Any]:
-        yield model.decoder.final_layernorm, ExactNorm, {}
-        yield attention, ExactSelfAttention, {"exact_rotation": Rotation(1e4, 64)}
+        norm = model.decoder.final_layernorm
+        yield norm, exact_class(ExactNorm, type(norm)), {}
+        rotation = Rotation(inverse_frequencies(1e4, 64))
+        yield attention, ExactSelfAttention, {"exact_rotation": rotation}
         assert isinstance(attention.linear_qkv, Fp8Linear)
         raise KeyboardInterrupt
 
@@ -106,7 +119,7 @@ def exact_attention(model: Any, recipe: Recipe = EXACT) -> list[Any]:
     """Change the classes of ``core_attention`` as ``convert`` does on a GPU."""
     cores: list[Any] = [core for _, core in core_attentions([model])]
     for core in cores:
-        core.__class__ = exact_core(type(core))
+        core.__class__ = exact_class(ExactCore, type(core))
         core.fp8_setup = SimpleNamespace(recipe=recipe)
     return cores
 
@@ -132,10 +145,8 @@ def test_the_cache_puts_exact_attention_into_service_and_takes_it_out(mcore):
     for number, core in enumerate(cores):
         assert core.exact_cache.in_service and not core._forward_pre_hooks
         assert core.exact_cache.scales.data_ptr() == cache._scales[number].data_ptr()
-    with pytest.raises(
-        UnsupportedError, match="exact computes causal attention and reads no atten"
-    ):
-        model(tokens, positions, torch.ones(1, 1, 20, 20).triu(1).bool())
+    with pytest.raises(UnsupportedError, match="attention_mask is not the causal one; give None"):
+        model(tokens, positions, torch.zeros(1, 1, 20, 20).bool())
     cache.close()
     assert all(isinstance(core, ExactCore) and core.exact_cache is None for core in cores)
     cache = KVCacheInTraining(model)
@@ -144,6 +155,99 @@ def test_the_cache_puts_exact_attention_into_service_and_takes_it_out(mcore):
     cache.close()
     assert [set(vars(core)) for core in cores] == before
     assert torch.equal(model(tokens, positions, None), expected)
+
+
+def test_causal_masks_are_served_and_no_others(mcore, monkeypatch):
+    """NeMo RL gives the causal one where it does not pack; Megatron squeezes what is packed."""
+    seen: list[Any] = []
+
+    def attend(query: Any, key: Any, value: Any, starts: Any, longest: int, layer: Any) -> Any:
+        seen.append((tuple(query.shape), starts.tolist(), longest))
+        return query
+
+    monkeypatch.setattr(exact, "_Attention", SimpleNamespace(apply=attend))
+    core: Any = exact_attention(build_gpt(LLAMA))[0]
+    core.exact_cache = SimpleNamespace(in_service=True, count=lambda *_: None)
+    query, key = torch.randn(5, 2, 2, 64), torch.randn(5, 2, 1, 64)
+    mask = torch.ones(5, 5).triu(1).bool()
+    causal, padded = AttnMaskType.causal, AttnMaskType.padding_causal
+    for given in (None, mask[None, None], mask.expand(2, 1, 5, 5)):
+        out = core(query, key, key, given, attn_mask_type=causal, packed_seq_params=None)
+        assert torch.equal(out, query.flatten(2)) and seen.pop() == ((10, 2, 64), [0, 5, 10], 5)
+    starts = torch.tensor([0, 3, 5])
+    packed = SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_q_padded=None, max_seqlen_q=3)
+    for kind in (causal, padded):
+        rows = query[:, 0], key[:, 0], key[:, 0]
+        out = core(*rows, None, attn_mask_type=kind, packed_seq_params=packed)
+        assert torch.equal(out, query[:, 0].flatten(1)) and seen.pop()[1:] == ([0, 3, 5], 3)
+    with pytest.raises(UnsupportedError, match="is not the causal one"):  # of the whole row
+        core(*rows, mask[None, None], packed_seq_params=packed)
+    wrong = mask.clone()
+    wrong[4, 0] = True
+    for given in (wrong[None, None], ~mask, mask.float(), mask[:4, :4], mask[0].view(1, 1, 1, 5)):
+        with pytest.raises(UnsupportedError, match="is not the causal one"):
+            core(query, key, key, given)
+    for kind in (padded, AttnMaskType.no_mask, AttnMaskType.padding, AttnMaskType.arbitrary):
+        with pytest.raises(UnsupportedError, match=rf"attn_mask_type {kind} and no attention_bias"):
+            core(query, key, key, None, attn_mask_type=kind)
+    with pytest.raises(UnsupportedError, match="and an attention_bias"):
+        core(query, key, key, None, attention_bias=torch.zeros(1))
+    assert not seen
+
+
+class OtherRMSNorm(torch.nn.Module, metaclass=ABCMeta):
+    """In the place of TransformerEngine's, whose metaclass this is too."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+
+
+def test_norms_of_transformer_engine_change_their_class(mcore, monkeypatch):
+    model = build_gpt(QWEN3)
+    attention = model.decoder.layers[0].self_attention
+    for parent, name in ((model.decoder, "final_layernorm"), (attention, "q_layernorm")):
+        setattr(parent, name, OtherRMSNorm(getattr(parent, name)))
+    monkeypatch.setattr(exact, "_checked", lambda chunk, setup: None)
+    with pytest.raises(UnsupportedError, match=r"q_layernorm', not .*\.OtherRMSNorm; build"):
+        exact.plan([model], None)
+    monkeypatch.setattr(compat, "rms_norms", lambda: (torch.nn.RMSNorm, OtherRMSNorm))
+    changes = {module: ours for module, ours, _ in exact.plan([model], None)}
+    assert sum(issubclass(ours, ExactNorm) for ours in changes.values()) == 2 * 4 + 1
+    norm: Any = attention.q_layernorm
+    before = dict(norm.named_parameters())
+    norm.__class__ = changes[norm]
+    assert isinstance(norm, ExactNorm) and isinstance(norm, OtherRMSNorm)
+    monkeypatch.setattr(exact.SharedRMSNorm, "apply", lambda *given: given)
+    assert norm(1) == (1, before["weight"], norm.eps)
+    norm.give_back()
+    assert type(norm) is OtherRMSNorm and dict(norm.named_parameters()) == before
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_frequencies_of_llama_3_are_found_in_the_model(factor):
+    """GPTModel keeps no factor; float32 frequencies tell it."""
+    options: dict[str, Any] = {"rotary_percent": 1.0, "rotary_base": 500_000}
+    theirs = RotaryEmbedding(
+        128, **options, rope_scaling=True, rope_scaling_factor=factor, use_cpu_initialization=True
+    )
+    chunk = SimpleNamespace(
+        rotary_base=500_000,
+        rotary_scaling=True,
+        rotary_pos_emb=theirs,
+        config=SimpleNamespace(kv_channels=128),
+    )
+    ours = inverse_frequencies(500_000.0, 128, factor)
+    assert torch.equal(_frequencies(chunk), ours)
+    theirs.inv_freq[40] *= 1.0001
+    with pytest.raises(UnsupportedError, match=r"this model has other frequencies"):
+        _frequencies(chunk)
+    theirs.inv_freq = inverse_frequencies(500_000.0, 128).float()
+    chunk.rotary_scaling = False
+    assert torch.equal(_frequencies(chunk), inverse_frequencies(500_000.0, 128))
+    theirs.inv_freq = ours.float()
+    with pytest.raises(UnsupportedError, match=r"this model has other frequencies"):
+        _frequencies(chunk)
 
 
 def test_megatrons_own_inference_is_refused(mcore):
@@ -162,8 +266,7 @@ def test_positions_count_within_each_packed_sequence():
         cu_seqlens_q_padded=torch.tensor([0, 4, 4, 8], dtype=torch.int32),
         max_seqlen_q=3,
     )
-    pytest.importorskip("triton")
-    positions, _ = Rotation(1e4, 64).at(torch.zeros(8, 1, 2, 64), packed)
+    positions, _ = Rotation(inverse_frequencies(1e4, 64)).at(torch.zeros(8, 1, 2, 64), packed)
     assert positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 

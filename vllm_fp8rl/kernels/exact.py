@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 
@@ -19,7 +20,8 @@ from fp8rl.kernels import EXACT_MODELS, require_fp8_linears
 from fp8rl.kernels.attention import HEAD_SIZES, check_page_size
 from fp8rl.kernels.logprobs import token_logprobs
 from fp8rl.kernels.norm import add_rms_norm, rms_norm
-from fp8rl.kernels.rotary import cos_sin_table, rotate
+from fp8rl.kernels.rotary import rotate
+from fp8rl.kernels.rotary_table import LLAMA3, cos_sin_table, inverse_frequencies
 from fp8rl.pinning import PinPolicy
 from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason
 
@@ -130,9 +132,9 @@ class ExactRotary(Float32Rotary):
 
     def __init__(self, rope: RotaryEmbedding) -> None:
         super().__init__(rope)
+        factor = rope.scaling_factor if isinstance(rope, Llama3RotaryEmbedding) else None
         table = cos_sin_table(
-            float(rope.base),
-            rope.rotary_dim,
+            inverse_frequencies(float(rope.base), rope.rotary_dim, factor),
             rope.max_position_embeddings,
             torch.device(current_platform.device_type),
         )
@@ -152,8 +154,12 @@ def unserved_rotation(rope: Any, engine: VllmConfig) -> str | None:
     """Return why :class:`ExactRotary` is not the same function as a module of vLLM, or None."""
     if reason := kept_reason(rope, engine):
         return reason
-    if type(rope) is not RotaryEmbedding:
+    if type(rope) not in (RotaryEmbedding, Llama3RotaryEmbedding):
         return f"vLLM's {type(rope).__name__} scales frequencies"
+    if isinstance(rope, Llama3RotaryEmbedding):
+        numbers = (rope.low_freq_factor, rope.high_freq_factor, rope.orig_max_position)
+        if numbers != LLAMA3:
+            return f"its rope_scaling has {numbers} where Megatron-Core has {LLAMA3}"
     if rope.rotary_dim != rope.head_size or not rope.is_neox_style:
         return "only halves of whole heads are rotated against each other"
     return None

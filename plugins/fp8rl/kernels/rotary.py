@@ -9,25 +9,6 @@ import triton.language as tl
 from fp8rl.kernels.norm import aligned, norm_tile, row_scale
 
 
-def cos_sin_table(base: float, dim: int, length: int, device: torch.device) -> torch.Tensor:
-    """Make the cosines and sines of all positions.
-
-    In float64 on the CPU, rounded once: a GPU's functions have other last bits.
-
-    Args:
-        base: ``rope_theta`` of the model.
-        dim: rotated numbers of a head.
-        length: number of positions.
-        device: where the table goes.
-
-    Returns:
-        float32 ``[length, dim]``: ``dim / 2`` cosines, then as many sines.
-    """
-    inverse = base ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), inverse)
-    return torch.cat((angles.cos(), angles.sin()), -1).float().to(device)
-
-
 @triton.jit
 def _rotate_kernel(
     query_ptr,
@@ -100,7 +81,8 @@ def rotate(
         query: ``[tokens, heads, head_size]``, bfloat16 or float16.
         key: ``[tokens, key_heads, head_size]``, of ``query``'s dtype.
         positions: integers ``[tokens]``.
-        table: :func:`cos_sin_table` of the head size, a power of two.
+        table: :func:`fp8rl.kernels.rotary_table.cos_sin_table` of the head size, a power of
+            two.
         norms: weights of a query's and a key's norm and epsilon, if the heads are normalized first,
             with the bits of :func:`fp8rl.kernels.norm.rms_norm`.
         back: whether to rotate the other way, as gradients are.
