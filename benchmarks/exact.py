@@ -1,6 +1,6 @@
 """With ``exact``, are the rollout's sampled log-probabilities the trainer's, to the bit?
 
-    python benchmarks/exact.py MODEL [--kv int8_per_token_head] [--exact false] [--eager]
+    python benchmarks/exact.py MODEL [--kv int8_per_token_head] [--spec te] [--eager]
 
 ``MODEL`` is a folder of a pretrained Llama or Qwen3 with a chat template, or with
 ``--random-prompts`` one of ``real_model.py``. vLLM samples from real prompts in batches of many
@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--kv", default="fp8_e4m3", help="fp8_e4m3 or int8_per_token_head")
     parser.add_argument("--exact", default="true", choices=("true", "false"))
+    parser.add_argument("--spec", default="local", choices=("local", "te"), help="the trainer's")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--refits", type=int, default=3)
     parser.add_argument("--cache", type=float, default=3, help="GiB; 0.25 preempts 135M's requests")
@@ -84,6 +85,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "model": options.model.name,
         "recipe": {"exact": recipe.exact, "kv_cache.dtype": options.kv},
+        "spec": options.spec,
         "compiled": not options.eager,
         "start_s": sampled["start_s"],
         "versions": versions(),
@@ -200,10 +202,11 @@ def score(
     from megatron_fp8rl.kv_cache import KVCacheInTraining
 
     config = json.loads((options.model / "config.json").read_text())
-    config["rope_theta"] = (config.pop("rope_parameters", None) or config)["rope_theta"]
+    scaling = config.pop("rope_scaling", None) or {}
+    config.setdefault("rope_parameters", {"rope_theta": config.get("rope_theta"), **scaling})
     config.setdefault("initializer_range", 0.02)
     with single_process(), torch.no_grad():
-        model = build(SimpleNamespace(**config))
+        model = (build if options.spec == "local" else _te_model)(SimpleNamespace(**config))
         convert(model, recipe)
         model.eval()
         cache = KVCacheInTraining(model, recipe.kv_cache.dtype)
@@ -244,6 +247,17 @@ def score(
                 chosen = [token_logprobs(logits[r], ids[r + 1])[0].cpu() for r in rows]
                 row["packed_equal"] = _compared(run["logprobs"], chosen)["equal"]
             yield name, row
+
+
+def _te_model(shape: SimpleNamespace) -> Any:
+    """A GPTModel on the GPU, of TransformerEngine's spec as NeMo RL builds it."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    from megatron_fp8rl.testing.models import build_gpt
+
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.model_type == "qwen3")
+    options = {"use_cpu_initialization": False, "bias_activation_fusion": True}
+    return build_gpt(shape, transformer_layer_spec=spec, **options).cuda()
 
 
 def _compared(rollout: list[list[float]], trainer: list[torch.Tensor]) -> dict[str, Any]:

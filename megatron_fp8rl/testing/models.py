@@ -50,6 +50,7 @@ from fp8rl.families import (
     layer_modules,
     shared_width,
 )
+from fp8rl.kernels.rotary_table import LLAMA3
 from megatron_fp8rl import compat
 from megatron_fp8rl.testing import gated_delta_net
 from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG
@@ -100,6 +101,7 @@ _ROPE_KEYS = (
     *("rope_type", "rope_theta", "partial_rotary_factor"),
     *("mrope_section", "mrope_interleaved"),  # text alone has one position in all sections
 )
+_LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _PARTIAL_ROTARY = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text")
 """``model_type`` of models that rotate a part of each head; others of transformers ignore it."""
 
@@ -184,6 +186,8 @@ def build_gpt(
             position_embedding_type="rope",
             rotary_percent=_rope(hf_config).get("partial_rotary_factor", 1.0),
             rotary_base=_rope_theta(hf_config),
+            rope_scaling=_rope(hf_config).get("rope_type") == "llama3",
+            rope_scaling_factor=_rope(hf_config).get("factor", 1.0),
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
             mtp_block_spec=mtp_spec,
             vp_stage=vp_stage,
@@ -378,10 +382,14 @@ def _check_keys(hf_config: Any, family: Family) -> None:
     if other := set(values.get("layer_types") or ()) - kinds:
         raise _refused("layer_types", sorted(other), f"use {' and '.join(sorted(kinds))}")
     rope = _rope(hf_config)
-    if rope.get("rope_type", "default") != "default":
-        raise _refused("rope_parameters.rope_type", rope["rope_type"], "use 'default'")
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        raise _refused("rope_parameters.rope_type", kind, "use 'default' or 'llama3'")
+    of_llama3 = dict(zip(_LLAMA3_KEYS, LLAMA3, strict=True)) if kind == "llama3" else {}
     for key, value in rope.items():
-        if key not in _ROPE_KEYS:
+        if key in of_llama3 and value != of_llama3[key]:
+            raise _refused(f"rope_parameters.{key}", value, f"set it to {of_llama3[key]}")
+        if key not in _ROPE_KEYS and not (of_llama3 and key in (*of_llama3, "factor")):
             raise _refused(f"rope_parameters.{key}", value, "leave it out")
     part = rope.get("partial_rotary_factor", 1.0)
     if part != 1.0 and hf_config.model_type not in _PARTIAL_ROTARY:

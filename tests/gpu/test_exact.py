@@ -317,3 +317,171 @@ def test_gradients_of_attention_are_those_of_the_rounded_keys(dtype):
     expected = torch.autograd.grad(torch.cat(parts), wide, grad.double())
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.double() - theirs).norm() / theirs.norm() < 1e-2
+
+
+def _scored(model: Any, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return hidden states ``[b, s, h]`` behind the last norm, and logits ``[b, s, words]``."""
+    hidden: list[torch.Tensor] = []
+    norm = model.decoder.final_layernorm
+    handle = norm.register_forward_hook(lambda module, args, out: hidden.append(out))
+    positions = torch.arange(ids.shape[1], device=DEVICE).expand_as(ids)
+    logits = model(ids, positions, options.pop("mask", None), **options)
+    handle.remove()
+    return hidden[0].transpose(0, 1), logits
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3"])
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8_per_token_head"])
+def test_transformer_engines_spec_has_the_bits_of_the_local_one(world_of_one, dtype, family):
+    """Alone, batched, packed and recomputed; also gradients, whose sums have another order."""
+    pytest.importorskip("transformer_engine.pytorch")
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from transformers import LlamaConfig, Qwen3Config
+
+    from fp8rl import Recipe
+    from fp8rl.kv_scales import scale_names
+    from fp8rl.testing.numeric import relative_error
+    from megatron_fp8rl import convert
+    from megatron_fp8rl.exact import ExactNorm
+    from megatron_fp8rl.export import export_hf, load_hf
+    from megatron_fp8rl.kv_cache import KVCacheInTraining
+    from megatron_fp8rl.testing.models import build_gpt
+
+    shape: dict[str, Any] = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+    }
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    qwen3 = family == "qwen3"
+    config = Qwen3Config(**shape) if qwen3 else LlamaConfig(**shape, rope_parameters=rope)
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qwen3)
+    options: dict[str, Any] = {"use_cpu_initialization": False, "bias_activation_fusion": True}
+    fused = {
+        **options,
+        "transformer_impl": "transformer_engine",
+        "apply_rope_fusion": True,
+        "bias_dropout_fusion": True,
+    }
+    recompute = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    local = build_gpt(config, **options).cuda()
+    te = build_gpt(config, transformer_layer_spec=spec, **fused).cuda()
+    again = build_gpt(config, transformer_layer_spec=spec, **fused, **recompute).cuda()
+    with torch.no_grad():
+        for name, parameter in local.named_parameters():
+            if "layernorm" in name:
+                parameter.uniform_(0.5, 2)
+    recipe = Recipe.from_dict({"exact": True, "kv_cache": {"dtype": dtype}})
+    weights, keys = dict(export_hf(local)), list(te.state_dict())
+    for model in (local, te, again):
+        load_hf([model], weights)
+        convert(model, recipe)
+        cache = KVCacheInTraining(model, recipe.kv_cache.dtype)
+        if cache.has_scales:
+            cache.set(dict.fromkeys(scale_names(2, ["k", "v"]), 2.0**-5))
+    assert list(te.state_dict()) == keys
+    exact_norms = sum(isinstance(module, ExactNorm) for module in te.modules())
+    assert exact_norms == (5 if qwen3 else 1)  # the others are inside linear layers
+
+    ids = torch.randint(0, 512, (3, 300), generator=torch.Generator().manual_seed(1)).cuda()
+    starts = torch.tensor([0, 300, 600, 900], dtype=torch.int32, device=DEVICE)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=300,
+        max_seqlen_kv=300,
+    )
+    mask = torch.ones(300, 300, device=DEVICE).triu(1).bool()[None, None]
+    gradients: list[dict[str, torch.Tensor]] = []
+    whole: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for model in (local, te, again):
+        hidden, logits = _scored(model, ids)
+        whole.append((hidden.detach(), logits.detach()))
+        logits.float().logsumexp(-1).mean().backward()
+        gradients.append(dict(_gradients(model)))
+        with torch.no_grad():
+            assert torch.equal(_scored(model, ids, mask=mask)[0], hidden)
+            assert torch.equal(_scored(model, ids[:1])[0], hidden[:1])
+            assert torch.equal(_scored(model, ids[1:, :77])[0], hidden[1:, :77])
+            rows = _scored(model, ids.view(1, -1), packed_seq_params=packed)[0]
+            assert torch.equal(rows.view_as(hidden), hidden)
+    for hidden, logits in whole[1:]:
+        assert torch.equal(hidden, whole[0][0]) and torch.equal(logits, whole[0][1])
+    for other in gradients[1:]:
+        assert set(other) == set(gradients[0])
+        for name, grad in gradients[0].items():
+            assert grad.abs().sum() > 0, name
+            assert relative_error(other[name].float(), grad.float()) < 1e-2, name
+
+
+def _gradients(model: Any) -> Any:
+    """Yield gradients by Megatron's local names."""
+    for name, parameter in model.named_parameters():
+        local = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+        yield local.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."), parameter.grad
+
+
+def test_transformer_engines_attention_runs_before_there_are_scales(world_of_one):
+    """Packed too; a conversion that is closed leaves TransformerEngine's classes and bits."""
+    pytest.importorskip("transformer_engine.pytorch")
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from transformers import Qwen3Config
+
+    from fp8rl import Recipe
+    from megatron_fp8rl import convert
+    from megatron_fp8rl.kv_cache import KVCacheInTraining
+    from megatron_fp8rl.testing.models import build_gpt
+
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
+    options: dict[str, Any] = {"use_cpu_initialization": False, "bias_activation_fusion": True}
+    model = build_gpt(config, transformer_layer_spec=spec, **options).cuda()
+    classes = [type(module) for module in model.modules()]
+    ids = torch.randint(0, 512, (1, 200), device=DEVICE)
+    starts = torch.tensor([0, 60, 200], dtype=torch.int32, device=DEVICE)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=140,
+        max_seqlen_kv=140,
+    )
+    with torch.no_grad():
+        before = _scored(model, ids, packed_seq_params=packed)[0]
+        conversion = convert(model, Recipe.from_dict({"exact": True}))
+        cache = KVCacheInTraining(model)
+        found = _scored(model, ids, packed_seq_params=packed)[0]
+        assert 0 < (found - before).norm() < 0.2 * before.norm()
+        cache.close()
+        conversion.close()
+        assert [type(module) for module in model.modules()] == classes
+        assert torch.equal(_scored(model, ids, packed_seq_params=packed)[0], before)

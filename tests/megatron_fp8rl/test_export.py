@@ -53,6 +53,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         norm_topk_prob=True,
     ),
     "llama": LlamaConfig(**SMALL, rms_norm_eps=1e-5),
+    "llama-3.1-frequencies": LlamaConfig(
+        **SMALL,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
     "llama-one-kv-head": LlamaConfig(**(SMALL | {"num_key_value_heads": 1})),
     "llama-all-biases": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
     "qwen2-qkv-bias": Qwen2Config(**(SMALL | {"num_key_value_heads": 4})),
@@ -296,6 +307,10 @@ def test_norms_fused_into_linear_layers(mcore):
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
             r"rope_parameters\.rope_type is 'yarn'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 2}},
+            r"rope_parameters\.low_freq_factor is 2, .*; set it to 1,",
         ),
         ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
     ],
