@@ -16,6 +16,7 @@ import torch
 from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.gemm import BackendChoice, GemmShape, GroupedShape
+from fp8rl.gemm.reference import Float64Backend
 from fp8rl.listing import listed
 from fp8rl.numerics import BLOCK, GROUP, LastExpertRows, Quantized
 from fp8rl.precision_report import precision_text
@@ -254,8 +255,11 @@ def prepare(
     policy = plugins.pin_policy(pins, module_names(config, wrapped=wrapped))
     compat.check_forward_impl()
     _check_config(config)
+    offered = plugins.gemm_backends()
+    if recipe.exact:  # a CPU's sums in float32 would show their order
+        offered[Float64Backend.name] = Float64Backend()
     backends = BackendChoice(
-        plugins.gemm_backends(),
+        offered,
         (recipe.weights.scale_format, recipe.activations.scale_format),
         gemm_backend,
     )

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
-from fp8rl.kernels import require_fp8_linears
+from fp8rl.kernels import implementation, reference, require_fp8_linears
 from fp8rl.kernels.rotary_table import cos_sin_table, inverse_frequencies
 from fp8rl.numerics import GROUP, fake_quantize_int8_kv, fake_quantize_kv
 from megatron_fp8rl import compat
@@ -39,6 +40,15 @@ class ExactNorm(Fp8Module):
         """Normalize ``x`` ``[.., hidden]`` in float32, rounded once."""
         module: Any = self
         return SharedRMSNorm.apply(x, module.weight, module.eps)
+
+
+class ExactHead(Fp8Module, ColumnParallelLinear):
+    """The output projection on a CPU; a GPU's has the rollout's bits already."""
+
+    upstream_class = ColumnParallelLinear
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return reference.multiply(input, weight)
 
 
 class ExactSelfAttention(Fp8Module, SelfAttention):
@@ -199,7 +209,8 @@ class ExactCore(Fp8Module):
             starts = _starts_of(packed_seq_params).to(torch.int32)
             length = _longest(packed_seq_params, starts)
             rows = [x.contiguous() for x in (query, key, value)]
-        out = _Attention.apply(*rows, starts, length, layer)
+        attend: Any = _attend_on_cpu if query.is_cpu else _Attention.apply
+        out = attend(*rows, starts, length, layer)
         if packed_seq_params is not None:
             return out.flatten(1)
         return out.view(batch, length, -1).transpose(0, 1).contiguous()
@@ -240,6 +251,8 @@ def plan(chunks: Iterable[Any], setup: Any) -> list[Change]:
                     f"Megatron's local spec or its TransformerEngine spec, {_REMEDY}"
                 )
             found.append((norm, exact_class(ExactNorm, type(norm)), {}))  # type: ignore[arg-type]
+        if chunk.post_process and next(chunk.parameters()).is_cpu:
+            found.append((chunk.output_layer, ExactHead, {}))
         for layer in chunk.decoder.layers:
             attention = layer.self_attention
             core = attention.core_attention
@@ -325,21 +338,28 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
     inverse = _frequencies(chunk)
     require_fp8_linears(setup.policy)
     device = next(chunk.parameters()).device
+    if device.type == "cpu":
+        _require_backend(chunk, setup, "reference")
+    else:
+        _check_kernels(device, config.kv_channels)
+        _require_backend(chunk, setup, "deep_gemm")
+    return Rotation(inverse)
+
+
+def _check_kernels(device: torch.device, dim: int) -> None:
+    """Raise UnsupportedError for a GPU or a head size that the kernels do not serve."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if capability != _HOPPER:
         raise UnsupportedError(
-            f"exact needs a Hopper GPU, of compute capability {_HOPPER}, in the trainer, not "
-            f"{capability} ({device.type}); use one, {_REMEDY}"
+            f"exact needs a CPU or a Hopper GPU, of compute capability {_HOPPER}, in the trainer, "
+            f"not {capability} ({device.type}); use one, {_REMEDY}"
         )
     from fp8rl.kernels.attention import HEAD_SIZES  # needs Triton
 
-    dim = config.kv_channels
     if dim not in HEAD_SIZES:
         raise UnsupportedError(
             f"exact serves heads of {HEAD_SIZES}, not of {dim}; choose another model, {_REMEDY}"
         )
-    _require_deep_gemm(chunk, setup)
-    return Rotation(inverse)
 
 
 def _frequencies(chunk: Any) -> Tensor:
@@ -359,7 +379,7 @@ def _frequencies(chunk: Any) -> Tensor:
     return ours
 
 
-def _require_deep_gemm(chunk: Any, setup: Any) -> None:
+def _require_backend(chunk: Any, setup: Any, needed: str) -> None:
     """Raise UnsupportedError if another backend serves a linear layer of the decoder."""
     for site in sites(chunk, wrapped=setup.wrapped):
         weight = site.weights[0]
@@ -367,10 +387,11 @@ def _require_deep_gemm(chunk: Any, setup: Any) -> None:
             continue
         shape = GemmShape(GROUP, weight.shape[0], weight.shape[1], weight.dtype)
         backend = setup.backends.pick(weight.device, shape, site.name)
-        if backend.name != "deep_gemm":
+        if backend.name != needed:
             raise UnsupportedError(
-                f"exact needs DeepGEMM for '{site.name}' {list(weight.shape)} in the trainer, and "
-                f"'{backend.name}' would multiply it; install DeepGEMM (a vLLM wheel carries it), "
+                f"exact needs the GEMM backend '{needed}' for '{site.name}' {list(weight.shape)} "
+                f"in the trainer, and '{backend.name}' would multiply it; install DeepGEMM on a "
+                "GPU (a vLLM wheel carries it), name no other backend, "
                 f"choose a model with multiples of {GROUP} features, {_REMEDY}"
             )
 
@@ -412,11 +433,19 @@ class _Rotated(torch.autograd.Function):
 def _turned(
     heads: tuple[Tensor, ...], positions: Tensor, table: Tensor, *, back: bool = False
 ) -> tuple[Tensor, ...]:
-    from fp8rl.kernels.rotary import rotate
-
     query, key = (x.flatten(0, 1) for x in heads)
-    rotated = rotate(query, key, positions, table, back=back)
+    rotated = implementation(query, "rotary").rotate(query, key, positions, table, back=back)
     return tuple(y.view(x.shape) for x, y in zip(heads, rotated, strict=True))
+
+
+def _attend_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, layer: Any
+) -> Tensor:
+    """Compute what :class:`_Attention` does, in torch and differentiated by it."""
+    key, value = layer.rounded(key, value)
+    scale, sizes = query.shape[-1] ** -0.5, starts.diff().tolist()
+    sequences = zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
+    return torch.cat([reference.attend(q, k, v, scale) for q, k, v in sequences])
 
 
 class _Attention(torch.autograd.Function):

@@ -193,6 +193,12 @@ class LayerCache:
         if self.scales is not None:
             self.cache._count(key, value)
 
+    def rounded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K and V as the cache holds them, with the gradient of the identity."""
+        if self.scales is None:
+            return _RoundedToInt8.apply(key, value)
+        return _RoundedToE4M3.apply(key, value, self.scales, self.clipped)
+
 
 @dataclass(frozen=True, eq=False)
 class _Service:
@@ -221,12 +227,7 @@ class _QuantizeKV:
             )
         query, key, value, *others = args
         self.of_layer.count(key, value)
-        if self.of_layer.scales is None:
-            key, value = _RoundedToInt8.apply(key, value)
-        else:
-            scales, clipped = self.of_layer.scales, self.of_layer.clipped
-            key, value = _RoundedToE4M3.apply(key, value, scales, clipped)
-        return (query, key, value, *others)
+        return (query, *self.of_layer.rounded(key, value), *others)
 
 
 def _by_canonical_name(scales: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
+from fp8rl.kernels import implementation
+
 
 def normalize(module: Any, x: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
     """Apply the norm of a LayerNormLinear, in float32 inside.
@@ -41,11 +43,9 @@ class SharedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        from fp8rl.kernels.norm import rms_norm as shared  # needs Triton
-
         ctx.save_for_backward(x, weight)
         ctx.epsilon = epsilon
-        return shared(x, weight, epsilon)
+        return implementation(x, "norm").rms_norm(x, weight, epsilon)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -232,7 +232,8 @@ class Recipe(_Section):
     exact: bool = False
     """Rollout and trainer compute every place by the same kernels, whose result for a token does
     not depend on the batch: log-probabilities are then equal to the bit. Dense models of Llama's
-    and Qwen3's families on one Hopper GPU, over an FP8 or INT8 cache; refused elsewhere."""
+    and Qwen3's families on one Hopper GPU or a CPU, over an FP8 or INT8 cache; refused
+    elsewhere."""
     allow_untested_gpu: bool = False
     """FP8 rollouts start on a Blackwell GPU too, on which they have never run."""
 

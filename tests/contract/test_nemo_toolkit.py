@@ -87,7 +87,7 @@ def nemo() -> dict[str, Any]:
     return names
 
 
-def test_its_config_builds_fp8_layers(nemo: dict[str, Any]) -> None:
+def test_its_config_builds_quantized(nemo: dict[str, Any]) -> None:
     recipe = Recipe(pins=Pins(layers=(0,)))
     with CpuShim().active():
         init_gloo()

@@ -1,4 +1,7 @@
-"""What ``exact`` refuses, and who puts its attention into service; its bits need a Hopper GPU."""
+"""What ``exact`` refuses, and who puts its attention into service.
+
+Its bits: ``tests/vllm_fp8rl/test_exact.py``.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,6 @@ FUSED = {"bias_activation_fusion": True}
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (LLAMA, FUSED, r"exact needs a Hopper GPU, .* not None \(cpu\)"),
         (LLAMA, {}, r"SwiGLU .* layer 0 has another; set config\.bias_activation_fusion to true"),
         (LLAMA, {"dtype": torch.float32}, "exact needs bfloat16 parameters, as the rollout has"),
         (LLAMA, {"hidden_dropout": 0.1}, "exact needs hidden_dropout 0 in the trainer, not 0.1"),
@@ -165,7 +167,7 @@ def test_causal_masks_are_served_and_no_others(mcore, monkeypatch):
         seen.append((tuple(query.shape), starts.tolist(), longest))
         return query
 
-    monkeypatch.setattr(exact, "_Attention", SimpleNamespace(apply=attend))
+    monkeypatch.setattr(exact, "_attend_on_cpu", attend)
     core: Any = exact_attention(build_gpt(LLAMA))[0]
     core.exact_cache = SimpleNamespace(in_service=True, count=lambda *_: None)
     query, key = torch.randn(5, 2, 2, 64), torch.randn(5, 2, 1, 64)

@@ -38,6 +38,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
 from vllm_fp8rl.attention.batch import extended
+from vllm_fp8rl.attention.cpu_exact import Int8Cache, attend_requests
+from vllm_fp8rl.attention.exact import is_exact, require_served
 from vllm_fp8rl.compat import attention_isa
 from vllm_fp8rl.names import uses_fp8rl
 from vllm_fp8rl.quantization.kv_cache import INT8_KV_DTYPE, check_kv_cache_dtype
@@ -130,16 +132,16 @@ class Fp8RLCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         # Some releases before 0.32 take the model's, which is another one beside gated delta nets.
         self.block_size = kv_cache_spec.block_size
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
-        self._fp8_layers = [
+        self._quantized = [
             layer
             for layer in layers
-            if isinstance(layer.impl, Fp8RLCpuImpl) and layer.impl.stores_fp8
+            if isinstance(layer.impl, Fp8RLCpuImpl) and (layer.impl.stores_fp8 or layer.impl.exact)
         ]
         self._scratch = Scratch()
 
     def build(self, *args: Any, **kwargs: Any) -> CPUAttentionMetadata:
         stock = super().build(*args, **kwargs)
-        if not self._fp8_layers:
+        if not self._quantized:
             return stock
         pages = self._plan(stock.block_table, stock.seq_lens)
         return extended(Fp8RLCpuMetadata, stock, pages=pages)
@@ -171,12 +173,14 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _CONSTRUCTOR.bind(self, *args, **kwargs)
         dtype = given.arguments["kv_cache_dtype"]
-        ours = uses_fp8rl(get_current_vllm_config())
+        engine = get_current_vllm_config()
+        ours = uses_fp8rl(engine)
+        self.exact = is_exact(engine)
         if ours:
-            if dtype == INT8_KV_DTYPE:
+            if dtype == INT8_KV_DTYPE and not self.exact:
                 raise UnsupportedError(
-                    f"There is no KV cache of dtype '{dtype}' on a CPU; set kv_cache_dtype to "
-                    "'fp8' or 'auto'."
+                    f"There is no KV cache of dtype '{dtype}' on a CPU without exact; set "
+                    "kv_cache_dtype to 'fp8' or 'auto'."
                 )
             # The kernel reads the decoded copy. For a cache in FP8 vLLM before 0.29 chooses it
             # here, and asks for AVX-512.
@@ -192,6 +196,10 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
                 f"fp8rl has no FP8 KV cache for attention of type '{self.attn_type}'; set "
                 "kv_cache_dtype to 'auto'."
             )
+        self._int8 = Int8Cache() if self.exact and not self.stores_fp8 else None
+        plain = (self.alibi_slopes, self.sinks, self.sliding_window, self.logits_soft_cap)
+        decoder = self.attn_type == AttentionType.DECODER
+        require_served(engine, decoder and plain == (None, None, -1, 0))
 
     def _check_head_size(self) -> None:
         sizes = Fp8RLCpuBackend.get_supported_head_sizes()
@@ -204,6 +212,8 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
     def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
         if self.stores_fp8:
             self._store(*args, **kwargs)
+        elif self._int8 is not None:
+            self._store_int8(*args, **kwargs)
         else:
             super().do_kv_cache_update(*args, **kwargs)
 
@@ -227,8 +237,19 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
             codes, slot_mapping = codes[~padding], slot_mapping[~padding]
         self._token_rows(kv_cache).index_copy_(0, slot_mapping.long(), codes)
 
+    def _store_int8(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        assert self._int8 is not None
+        self._int8.store(self._token_rows(kv_cache), slot_mapping, key, value)
+
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attend = self._attend if self.stores_fp8 else super().forward
+        attend = self._attend if self.stores_fp8 or self.exact else super().forward
         return attend(*args, **kwargs)
 
     def _attend(
@@ -262,6 +283,18 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
             )
         assert isinstance(attn_metadata, Fp8RLCpuMetadata)
         assert attn_metadata.pages is not None
+        if self.exact:
+            attend_requests(
+                query,
+                self._token_rows(kv_cache),
+                attn_metadata,
+                kv_heads=self.num_kv_heads,
+                softmax_scale=self.scale,
+                scales=(layer._k_scale_float, layer._v_scale_float),
+                int8=self._int8,
+                out=output,
+            )
+            return output
         key_cache, value_cache = self._decode(
             self._token_rows(kv_cache), attn_metadata.pages, query.dtype, attention_isa(layer, self)
         )

@@ -37,14 +37,15 @@ class LinearKernel(Protocol):
 
 
 class CpuKernel:
-    """Quantize, dequantize and multiply in float32; the result is ``ReferenceBackend.fprop``'s.
+    """Quantize, dequantize and multiply in float32, or in float64 where the recipe says ``exact``;
+    the result is the trainer's, of ``ReferenceBackend.fprop``.
 
     A dequantized weight that is kept between calls is never outdated, whoever writes to the
     parameters: each call compares the live codes and scales bit by bit with those that it was made
     from. The comparison reads 2 bytes per element, the GEMM 4.
 
     Args:
-        recipe: scale format of the activations.
+        recipe: scale format of the activations, and ``exact``.
         keep: whether to keep the dequantized weight between calls.
     """
 
@@ -52,13 +53,14 @@ class CpuKernel:
 
     def __init__(self, recipe: Recipe, *, keep: bool) -> None:
         self._format = recipe.activations.scale_format
+        self._sums = torch.float64 if recipe.exact else torch.float32
         self._keep = keep
         self._source: Quantized | None = None
         self._weight: torch.Tensor | None = None
 
     def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
         rows = quantize_group(x.reshape(-1, x.shape[-1]), scale_format=self._format)
-        y = multiply_rows(dequantize_group(*rows), self._dequantized(weight))
+        y = multiply_rows(dequantize_group(*rows).to(self._sums), self._dequantized(weight))
         return y.to(x.dtype).view(*x.shape[:-1], weight.codes.shape[0])
 
     def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
@@ -66,11 +68,11 @@ class CpuKernel:
 
     def _dequantized(self, weight: Quantized) -> torch.Tensor:
         if not self._keep:
-            return dequantize_block(*weight)
+            return dequantize_block(*weight).to(self._sums)
         if self._weight is None or not _identical(weight, self._source):
             self._weight = None  # freed first, so that there is one copy at a time
             self._source = Quantized(weight.codes.clone(), weight.scale_inv.clone())
-            self._weight = dequantize_block(*weight)
+            self._weight = dequantize_block(*weight).to(self._sums)
         return self._weight
 
 

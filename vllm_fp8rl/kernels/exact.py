@@ -10,17 +10,14 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.kernels import EXACT_MODELS, require_fp8_linears
-from fp8rl.kernels.attention import HEAD_SIZES, check_page_size
-from fp8rl.kernels.logprobs import token_logprobs
-from fp8rl.kernels.norm import add_rms_norm, rms_norm
-from fp8rl.kernels.rotary import rotate
+from fp8rl.kernels import EXACT_MODELS, implementation, reference, require_fp8_linears
 from fp8rl.kernels.rotary_table import LLAMA3, cos_sin_table, inverse_frequencies
 from fp8rl.pinning import PinPolicy
 from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason
@@ -28,10 +25,10 @@ from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason
 _REMEDY = "or set exact to false in the recipe."
 
 
-@torch.library.custom_op("fp8rl::exact_norm", mutates_args=(), device_types="cuda")
+@torch.library.custom_op("fp8rl::exact_norm", mutates_args=(), device_types=("cuda", "cpu"))
 def _norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Normalize rows; see :func:`fp8rl.kernels.norm.rms_norm`."""
-    return rms_norm(x, weight, epsilon)
+    return implementation(x, "norm").rms_norm(x, weight, epsilon)
 
 
 @_norm.register_fake
@@ -39,12 +36,12 @@ def _(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     return x.new_empty(x.shape)  # contiguous, like the kernel's
 
 
-@torch.library.custom_op("fp8rl::exact_add_norm", mutates_args=(), device_types="cuda")
+@torch.library.custom_op("fp8rl::exact_add_norm", mutates_args=(), device_types=("cuda", "cpu"))
 def _add_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalize sums of rows; see :func:`fp8rl.kernels.norm.add_rms_norm`."""
-    return add_rms_norm(x, residual, weight, epsilon)
+    return implementation(x, "norm").add_rms_norm(x, residual, weight, epsilon)
 
 
 @_add_norm.register_fake
@@ -54,7 +51,7 @@ def _(
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-@torch.library.custom_op("fp8rl::exact_rotate", mutates_args=(), device_types="cuda")
+@torch.library.custom_op("fp8rl::exact_rotate", mutates_args=(), device_types=("cuda", "cpu"))
 def _rotate(
     query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,8 +93,20 @@ def _rotated(
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     query, key = (x.unflatten(-1, (-1, table.shape[1])) for x in (query, key))
+    rotate = implementation(query, "rotary").rotate
     query, key = rotate(query, key, positions, table, norms=norms)
     return query.flatten(-2), key.flatten(-2)
+
+
+@torch.library.custom_op("fp8rl::exact_swiglu", mutates_args=(), device_types="cpu")
+def _swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Multiply gate and up; see :func:`fp8rl.kernels.reference.swiglu`."""
+    return reference.swiglu(x)
+
+
+@_swiglu.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
 class ExactRMSNorm(RMSNorm):
@@ -150,6 +159,16 @@ class ExactRotary(Float32Rotary):
     forward_cuda = forward_native
 
 
+class ExactSiluAndMul(SiluAndMul):
+    """SwiGLU on a CPU, as the trainer computes it before its quantization."""
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``[.., K]`` for gate and up side by side in ``[.., 2 K]``."""
+        return torch.ops.fp8rl.exact_swiglu(x)
+
+    forward_cpu = forward_native
+
+
 def unserved_rotation(rope: Any, engine: VllmConfig) -> str | None:
     """Return why :class:`ExactRotary` is not the same function as a module of vLLM, or None."""
     if reason := kept_reason(rope, engine):
@@ -173,9 +192,9 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
         policy: which linear layers run in FP8.
     """
     model, parallel = engine.model_config, engine.parallel_config
+    on_cpu = engine.device_config.device_type == "cpu"
     capability = current_platform.get_device_capability()
     needed = [
-        ("a Hopper GPU, of compute capability", tuple(capability or ()), (9, 0)),
         ("dtype", model.dtype, torch.bfloat16),
         ("logprobs_mode", model.logprobs_mode, "raw_logprobs"),
         ("head_dtype", model.head_dtype, torch.bfloat16),
@@ -186,8 +205,12 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
         ("lora_config", engine.lora_config, None),
         ("sliding window", model.get_sliding_window(), None),
         ("kernel_config.linear_backend", engine.kernel_config.linear_backend, "auto"),
-        ("VLLM_USE_V2_MODEL_RUNNER", engine.use_v2_model_runner, True),
     ]
+    if not on_cpu:
+        needed += [
+            ("a Hopper GPU, of compute capability", tuple(capability or ()), (9, 0)),
+            ("VLLM_USE_V2_MODEL_RUNNER", engine.use_v2_model_runner, True),
+        ]
     for what, value, good in needed:
         if value != good:
             raise UnsupportedError(
@@ -199,6 +222,16 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
             f"exact serves model_type {', '.join(EXACT_MODELS)}, not "
             f"'{model.hf_text_config.model_type}'; choose another model, {_REMEDY}"
         )
+    require_fp8_linears(policy)
+    if not on_cpu:
+        _check_kernels(engine)
+
+
+def _check_kernels(engine: VllmConfig) -> None:
+    """Refuse what the kernels of a GPU do not serve."""
+    from fp8rl.kernels.attention import HEAD_SIZES, check_page_size  # needs Triton
+
+    model = engine.model_config
     if model.get_head_size() not in HEAD_SIZES:
         raise UnsupportedError(
             f"exact serves heads of {HEAD_SIZES}, not of {model.get_head_size()}; choose another "
@@ -206,7 +239,6 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
         )
     if engine.cache_config.block_size:  # None until vLLM has chosen one
         check_page_size(engine.cache_config.block_size)
-    require_fp8_linears(policy)
     _check_head(model.get_vocab_size(), model.get_hidden_size())
     _check_logprobs()
 
@@ -229,6 +261,8 @@ def _check_head(words: int, hidden: int) -> None:
 def _check_logprobs() -> None:
     """Refuse a vLLM whose sampler adds in another order than the trainer."""
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+
+    from fp8rl.kernels.logprobs import token_logprobs
 
     make = torch.Generator("cuda").manual_seed(0)
     logits = torch.randn(8, 50_000, device="cuda", generator=make).bfloat16()  # as the sampler's

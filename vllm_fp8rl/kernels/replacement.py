@@ -30,7 +30,7 @@ class ModuleReplacement:
     """Replaces modules of one engine while its model is built, until :meth:`close`.
 
     Rotary embeddings of the language model with ``rope_dtype: float32``, SwiGLU on a GPU where
-    nothing is compiled, and with ``exact`` norms and rotary embeddings.
+    nothing is compiled, and with ``exact`` norms and rotary embeddings, on a CPU SwiGLU too.
 
     Args:
         engine: configuration of the engine.
@@ -42,8 +42,8 @@ class ModuleReplacement:
         self._exact = recipe.exact
         self._rotary = recipe.rope_dtype == "float32" and not recipe.exact
         eager = engine.compilation_config.mode == CompilationMode.NONE
-        on_gpu = engine.device_config.device_type == "cuda"
-        self._swiglu = recipe.rollout and eager and on_gpu
+        self._on_gpu = engine.device_config.device_type == "cuda"
+        self._swiglu = recipe.rollout and eager if self._on_gpu else recipe.exact
         self._made: dict[torch.nn.Module, torch.nn.Module | None] = {}
         self._handle: Any = None
         if self._exact or self._rotary or self._swiglu:
@@ -95,7 +95,7 @@ class ModuleReplacement:
             if rotary and not self._exact:
                 self._made[module] = self._new_rotary(module)
             else:
-                self._made[module] = _new_swiglu() if swiglu else self._new_exact(module)
+                self._made[module] = self._new_swiglu() if swiglu else self._new_exact(module)
         return self._made[module]
 
     def _new_exact(self, module: Any) -> torch.nn.Module | None:
@@ -122,8 +122,11 @@ class ModuleReplacement:
         logger.warning_once("fp8rl: a rotary embedding keeps vLLM's dtype: %s.", reason)
         return None
 
+    def _new_swiglu(self) -> SiluAndMul:
+        if not self._on_gpu:
+            from vllm_fp8rl.kernels.exact import ExactSiluAndMul
 
-def _new_swiglu() -> SiluAndMul:
-    from vllm_fp8rl.kernels.swiglu import RoundedOnceSiluAndMul  # needs Triton
+            return ExactSiluAndMul()
+        from vllm_fp8rl.kernels.swiglu import RoundedOnceSiluAndMul  # needs Triton
 
-    return RoundedOnceSiluAndMul()
+        return RoundedOnceSiluAndMul()

@@ -344,15 +344,10 @@ def _replacement(engine: VllmConfig, recipe: Recipe) -> ModuleReplacement:
 
 
 def _check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
-    if engine.device_config.device_type != "cuda":
-        raise UnsupportedError(
-            f"exact needs a Hopper GPU, not '{engine.device_config.device_type}'; set exact to "
-            "false in the recipe."
-        )
     from vllm_fp8rl.patches.probes import require
 
     require({"exact", "rotary", engine.device_config.device_type})
-    from vllm_fp8rl.kernels.exact import check_exact  # needs Triton
+    from vllm_fp8rl.kernels.exact import check_exact
 
     check_exact(engine, policy)
 

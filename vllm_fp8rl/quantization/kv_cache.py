@@ -28,9 +28,9 @@ INT8_KV_DTYPE = "int8_per_token_head"
 
 _READ_AT_EACH_STEP = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 """Attention backends that read the scales from tensors, or from the layer at each call."""
-_EXACT = ("FLASH_ATTN", "TRITON_ATTN")
+_EXACT = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 """Attention backends in whose place fp8rl's run, which call the kernels of ``exact``: the first one
-over an FP8 cache, the second one over an INT8 one."""
+over an FP8 cache, the second one over an INT8 one, the last one over both."""
 _BAKES_INTO_FULL_GRAPHS = "FLASHINFER"
 """Takes the scales as host numbers."""
 

@@ -26,6 +26,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
 from fp8rl.gemm import GemmShape
+from fp8rl.kernels import reference
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 from vllm_fp8rl.kernels.choice import select_kernel
 from vllm_fp8rl.state import RankState
@@ -304,5 +305,7 @@ class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         if layer.weight.device.type == "cpu":
+            if self.state.recipe.exact:
+                return reference.multiply(x, layer.weight)
             return torch.nn.functional.linear(x, layer.weight, bias)
         return super().apply(layer, x, bias)

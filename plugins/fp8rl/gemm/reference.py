@@ -24,11 +24,12 @@ with AVX2 alone it does so with fewer than four."""
 def multiply_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Return ``x @ w.T``, in which a row does not depend on the number of rows beside it.
 
-    So a decode step and a training step compute the same bits, where MKL multiplies.
+    So a decode step and a training step compute the same bits, where MKL multiplies, and for sums
+    in float64 that are rounded to 16 bits everywhere.
 
     Args:
-        x: float32 ``[M, K]``.
-        w: float32 ``[N, K]``.
+        x: float32 or float64 ``[M, K]``.
+        w: like ``x``, ``[N, K]``.
     """
     missing = _FEWEST - len(x)
     if missing <= 0:
@@ -40,6 +41,8 @@ class ReferenceBackend:
     """The CPU's backend. It multiplies the experts of a module one after the other."""
 
     name = "reference"
+    _sums = torch.float32
+    """Dtype of the forward product."""
 
     def supports(
         self, device: torch.device, shape: GemmShape, scale_format: ScaleFormat
@@ -47,7 +50,8 @@ class ReferenceBackend:
         return None
 
     def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        return multiply_rows(dequantize_group(*x), dequantize_block(*w)).to(dtype)
+        rows, weight = dequantize_group(*x), dequantize_block(*w)
+        return multiply_rows(rows.to(self._sums), weight.to(self._sums)).to(dtype)
 
     def dgrad(self, grad: Quantized, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
         w = dequantize_block(w_t.codes.t(), w_t.scale_inv.t())
@@ -90,6 +94,12 @@ class ReferenceBackend:
         positions = range(len(x_t.expert_rows.order))
         totals = [None] * len(positions) if out is None else out
         return [self.wgrad(grad_t.at(i), x_t.at(i), dtype, totals[i]) for i in positions]
+
+
+class Float64Backend(ReferenceBackend):
+    """The CPU's backend with ``exact``: no order of sums shows in a result of 16 bits."""
+
+    _sums = torch.float64
 
 
 def _each_expert(

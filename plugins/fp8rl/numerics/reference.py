@@ -270,14 +270,25 @@ def fake_quantize_kv(
 
 def fake_quantize_int8_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`fp8rl.numerics.fake_quantize_int8_kv`."""
-    made = []
-    for x in (k, v):
-        rows = x.contiguous().float()
-        scale = (rows.abs().amax(-1, keepdim=True) / 127).clamp_(min=LEAST_INT8_SCALE)
-        scale += (rows * 0).sum(-1, keepdim=True)  # NaN for infinity too
-        codes = (rows / scale + 128.5).nan_to_num_(0).to(torch.uint8)
-        made.append(((codes.float() - 128) * scale).to(x.dtype))
-    return made[0], made[1]
+    key, value = (dequantize_int8(*quantize_int8(x), x.dtype) for x in (k, v))
+    return key, value
+
+
+def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize the rows of an INT8 cache; see :func:`fp8rl.numerics.fake_quantize_int8_kv`.
+
+    Returns:
+        uint8 codes with 128 added, like ``x``; float32 scales ``[.., 1]``.
+    """
+    rows = x.contiguous().float()
+    scale = (rows.abs().amax(-1, keepdim=True) / 127).clamp_(min=LEAST_INT8_SCALE)
+    scale += (rows * 0).sum(-1, keepdim=True)  # NaN for infinity too
+    return (rows / scale + 128.5).nan_to_num_(0).to(torch.uint8), scale
+
+
+def dequantize_int8(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of :func:`quantize_int8`, rounded once to ``dtype``."""
+    return ((codes.float() - 128) * scale).to(dtype)
 
 
 def amax_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:

@@ -234,13 +234,6 @@ def test_layers_that_vllm_would_keep_out_of_the_fp8_cache_are_refused(
         other_engine(checkpoints["a"], Recipe(), kv_cache_dtype_skip_layers=[skipped])
 
 
-def test_an_exact_engine_needs_a_gpu(
-    other_engine: Callable[..., Engine], checkpoints: dict[str, Path]
-) -> None:
-    with pytest.raises(UnsupportedError, match="exact needs a Hopper GPU, not 'cpu'"):
-        other_engine(checkpoints["a"], Recipe.from_dict({"exact": True}))
-
-
 def test_layers_that_vllm_would_keep_out_of_an_int8_cache_are_refused() -> None:
     """Without an engine, since a CPU has no such cache."""
     recipe = Recipe.from_dict({"kv_cache": {"dtype": "int8_per_token_head"}})

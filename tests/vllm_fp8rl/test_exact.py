@@ -1,0 +1,220 @@
+"""``exact`` on a CPU: vLLM samples in any batch, Megatron scores, and every bit is the same.
+
+One trainer and one engine for each model and cache, as in a loop of GRPO: chunked prompts, cached
+prefixes, requests that are preempted, and a refit with weights that the trainer has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from megatron.core.packed_seq_params import PackedSeqParams
+from safetensors.torch import load_file, save_file
+
+from fp8rl import Recipe
+from fp8rl.errors import UnsupportedError
+from fp8rl.kernels import implementation
+from fp8rl.kv_scales import scale_names
+from megatron_fp8rl import convert
+from megatron_fp8rl.export import export_hf
+from megatron_fp8rl.kv_cache import KVCacheInTraining
+from megatron_fp8rl.testing.cpu_shim import CpuShim
+from support.engine import Engine
+from support.megatron import hf_gpt, one_process
+from vllm_fp8rl.refit import refit
+from vllm_fp8rl.testing.tiny import make_family_checkpoint
+
+SHAPE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
+MODELS = {"llama": SHAPE | {"head_dim": 64}, "qwen3": SHAPE | {"head_dim": 128}}
+CACHES = ("fp8_e4m3", "int8_per_token_head")
+SMALL = {
+    "dtype": "bfloat16",
+    "block_size": 32,
+    "max_model_len": 128,
+    "num_gpu_blocks_override": 8,  # of which six requests at once need more
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 40,  # most prompts come in chunks
+    "enable_prefix_caching": True,
+    "disable_log_stats": False,
+}
+REQUESTS = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(1, 16)), min_size=1, max_size=8
+)
+"""Of a batch: which text the prompt begins with, its tokens after the first 40, those to sample."""
+
+Sequence = tuple[list[int], torch.Tensor]
+"""Token numbers, and the rollout's log-probabilities of the last ones."""
+
+
+def checkpoint(path: Path, model: str) -> Path:
+    """A random model whose weights have heavy tails, as those of trained ones do."""
+    make_family_checkpoint(path, 0, model, **MODELS[model])
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2:
+            tensors[name] = tensor * torch.randn(tensor.shape).exp().bfloat16()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def scales_of(dtype: str, factor: float) -> dict[str, torch.Tensor]:
+    """KV scales, of which one is no power of two; none for INT8."""
+    names = scale_names(2, ("k", "v")) if dtype == "fp8_e4m3" else []
+    return {name: torch.tensor(factor * (0.7 if i == 1 else 1)) for i, name in enumerate(names)}
+
+
+class Loop:
+    """An engine and a trainer of one model."""
+
+    def __init__(self, engine: Engine, trainer: Any, cache: KVCacheInTraining) -> None:
+        self.llm, self.trainer, self.cache = engine.llm, trainer, cache
+        self.cached = 0
+
+    def preempted(self) -> int:
+        found = self.llm.get_metrics()
+        return next(int(m.value) for m in found if m.name == "vllm:num_preemptions")
+
+    def send(self, scales: dict[str, torch.Tensor]) -> None:
+        """Refit the engine with the trainer's weights."""
+        self.trainer.eval()
+        wire = chain(export_hf(self.trainer), scales.items())
+        refit(self.llm, wire, expect_kv_scales=bool(scales))
+        if scales:
+            self.cache.set(scales)
+
+    def sample(self, batch: list[tuple[int, int, int]]) -> list[Sequence]:
+        """Sample a batch of requests, twice: the second time prefixes are cached."""
+        from vllm import SamplingParams
+
+        self.llm.reset_prefix_cache()
+        torch.manual_seed(0)
+        texts = torch.randint(2, 512, (3, 100)).tolist()
+        prompts = [texts[text][: 40 + length] for text, length, _ in batch]
+        params = [
+            SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, logprobs=0)
+            for _, _, n in batch
+        ]
+        found = []
+        for _ in range(2):
+            inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+            for output in self.llm.generate(inputs, params, use_tqdm=False):
+                self.cached += output.num_cached_tokens or 0
+                (answer,) = output.outputs
+                chosen = zip(answer.logprobs, answer.token_ids, strict=True)
+                logprobs = torch.tensor([of[token].logprob for of, token in chosen])
+                found.append(([*output.prompt_token_ids, *answer.token_ids], logprobs))
+        return found
+
+    def logits(self, *rows: list[int]) -> torch.Tensor:
+        """Logits ``[rows, longest, vocabulary]`` of a batch that is padded on the right."""
+        longest = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+        return self.trainer(tokens, torch.arange(longest).expand(len(rows), -1), None)
+
+    def packed(self, *rows: list[int]) -> torch.Tensor:
+        """Logits ``[tokens, vocabulary]`` of sequences in a row."""
+        starts = torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int32)
+        packing = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            max_seqlen_q=max(map(len, rows)),
+            max_seqlen_kv=max(map(len, rows)),
+        )
+        positions = torch.cat([torch.arange(len(row)) for row in rows])
+        tokens = torch.tensor(list(chain(*rows)))
+        return self.trainer(tokens[None], positions[None], None, packed_seq_params=packing)[0]
+
+
+def scored(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+    """The trainer's log-probabilities of a sequence's sampled tokens."""
+    tokens, sampled = sequence
+    first = len(tokens) - len(sampled)
+    rows, ids = logits[first - 1 : len(tokens) - 1], torch.tensor(tokens[first:])
+    return implementation(rows, "logprobs").token_logprobs(rows, ids)[0]
+
+
+@pytest.fixture(scope="module")
+def shim(engine: Engine) -> Iterator[CpuShim]:
+    """Megatron beside the engines of this process, whose process groups exist already."""
+    with one_process() as opened:
+        yield opened
+
+
+@pytest.fixture
+def make_loop(
+    tmp_path: Path, shim: CpuShim, other_engine: Callable[..., Engine]
+) -> Iterator[Callable[..., Loop]]:
+    def make(model: str, dtype: str, *, exact: bool = True) -> Loop:
+        folder = checkpoint(tmp_path / model, model)
+        recipe = Recipe.from_dict({"exact": exact, "kv_cache": {"dtype": dtype}})
+        engine = other_engine(folder, recipe, scaled=False, **SMALL)
+        trainer = hf_gpt(folder, torch.bfloat16, bias_activation_fusion=True)
+        convert(trainer, recipe)
+        loop = Loop(engine, trainer, KVCacheInTraining(trainer, recipe.kv_cache.dtype))
+        loop.send(scales_of(dtype, 2.0**-6))
+        return loop
+
+    with shim.active():
+        yield make
+
+
+@pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize("model", MODELS)
+def test_logprobs_are_the_rollouts(model: str, dtype: str, make_loop: Callable[..., Loop]) -> None:
+    loop = make_loop(model, dtype)
+
+    @settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate])
+    @given(REQUESTS)
+    def check(batch: list[tuple[int, int, int]]) -> None:
+        sequences = loop.sample(batch)
+        rows = [tokens for tokens, _ in sequences]
+        with torch.no_grad():
+            together, packed = loop.logits(*rows), loop.packed(*rows).split([*map(len, rows)])
+            for number, sequence in enumerate(sequences):
+                alone = loop.logits(sequence[0])[0]
+                assert torch.equal(alone, together[number][: len(alone)])
+                assert torch.equal(alone, packed[number])
+                assert torch.equal(scored(alone, sequence), sequence[1])
+
+    check()
+    sequences = loop.sample([(0, 20, 16), (1, 20, 16), (2, 20, 16)] * 2)
+    assert loop.preempted() and loop.cached
+
+    loop.trainer.train()
+    for tokens, _ in sequences[:2]:
+        logits = loop.logits(tokens)
+        with torch.no_grad():
+            assert torch.equal(loop.logits(tokens), logits)
+        logits.float().log_softmax(-1)[0, :, 7].sum().backward()
+    with torch.no_grad():
+        for parameter in loop.trainer.parameters():
+            assert parameter.grad.isfinite().all() and parameter.grad.any()
+            parameter -= 1e-2 * parameter.grad / parameter.grad.norm() * parameter.norm()
+    loop.send(scales_of(dtype, 2.0**-5))
+    changed = loop.sample([(0, 20, 16)])
+    assert not torch.equal(changed[0][1], sequences[0][1])
+    check()
+
+
+def test_without_exact_they_are_not(make_loop: Callable[..., Loop]) -> None:
+    """And not even vLLM's own of the same tokens are in another batch, or the test sees nothing."""
+    loop = make_loop("qwen3", "fp8_e4m3", exact=False)
+    sequences = loop.sample([(0, 40, 40), (1, 5, 30)])
+    with torch.no_grad():
+        equal = [scored(loop.logits(s[0])[0], s) == s[1] for s in sequences]
+    assert torch.cat(equal).float().mean() < 0.1
+
+
+def test_a_cpu_refuses_what_is_not_exact(
+    checkpoints: dict[str, Path], other_engine: Callable[..., Engine]
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"exact needs dtype torch\.bfloat16 in the rollout"):
+        other_engine(checkpoints["a"], Recipe.from_dict({"exact": True}))
