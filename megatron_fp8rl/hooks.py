@@ -5,14 +5,20 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from fp8rl import PluginManager, hookimpl
-from fp8rl.adapters import Diagnosis, EngineAdapter
+from fp8rl.adapters import Compared, Diagnosis, EngineAdapter, ExactRequest
 from megatron_fp8rl.compat import SUPPORTED_VERSIONS, installed_version
 
 
 @hookimpl
 def register_engine_adapters() -> list[EngineAdapter]:
     """Offer the adapter of Megatron-Core, which does not import it."""
-    return [EngineAdapter("megatron", diagnose)]
+    return [EngineAdapter("megatron", diagnose, replay_exact=_replay_exact)]
+
+
+def _replay_exact(request: ExactRequest) -> list[Compared]:
+    from megatron_fp8rl.testing.exact_replay import replay
+
+    return replay(request)
 
 
 def diagnose() -> Diagnosis:

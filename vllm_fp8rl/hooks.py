@@ -10,7 +10,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from fp8rl.adapters import Diagnosis, EngineAdapter
+from fp8rl.adapters import Diagnosis, EngineAdapter, ExactRequest
 from fp8rl.hookspecs import hookimpl
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import (
@@ -28,7 +28,11 @@ from vllm_fp8rl.deep_gemm_warmup.nvcc import NO_NVCC, find_nvcc
 
 @hookimpl
 def register_engine_adapters() -> list[EngineAdapter]:
-    return [EngineAdapter("vllm", _diagnose, _examine, check_export=_check_export)]
+    return [
+        EngineAdapter(
+            "vllm", _diagnose, _examine, check_export=_check_export, record_exact=_record_exact
+        )
+    ]
 
 
 def _examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
@@ -43,6 +47,12 @@ def _check_export(checkpoint: Path, out: Path, recipe: Recipe) -> Diagnosis:
     from vllm_fp8rl.export_check import check_export
 
     return check_export(checkpoint, out, recipe)
+
+
+def _record_exact(request: ExactRequest) -> None:
+    from vllm_fp8rl.exact_record import record
+
+    record(request)
 
 
 def _diagnose() -> Diagnosis:

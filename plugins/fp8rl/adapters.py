@@ -53,6 +53,27 @@ class ConfigRequest:
 
 
 @dataclass(frozen=True)
+class ExactRequest:
+    """What ``fp8rl exact`` asks a rollout engine and a trainer."""
+
+    model: Path
+    """Folder of a small Hugging Face model."""
+    recipe: Recipe
+    prompts: tuple[str, ...]
+    record: Path
+    """File that the rollout writes and the trainer reads; both know its form."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How many results of a module are equal to the bit, given equal inputs."""
+
+    name: str
+    equal: int
+    total: int
+
+
+@dataclass(frozen=True)
 class EngineAdapter:
     """An engine and how to look at it without starting it."""
 
@@ -73,3 +94,9 @@ class EngineAdapter:
     check_export: Callable[[Path, Path, Recipe], Diagnosis] | None = None
     """Compare an exported folder (the second one) with the checkpoint that it was made from: say
     in ``facts`` what was compared, and in ``problems`` what differs. It may start the engine."""
+    record_exact: Callable[[ExactRequest], None] | None = None
+    """Sample from the prompts, and write down what each module took and gave. It starts the
+    engine."""
+    replay_exact: Callable[[ExactRequest], list[Compared]] | None = None
+    """Give the modules of the trainer the inputs that were written down, in the order of the model;
+    the last row is the log-probabilities of the sampled tokens, end to end."""
