@@ -24,6 +24,7 @@ PARTS = {  # a kernel belongs to the first part with a pattern that is in its na
         "flash::",
         "flash_fwd",
         "_attend",
+        "_decode_kernel",
         "_combine",
         "unified_attention",
         "_fwd_grouped_kernel",
@@ -31,6 +32,7 @@ PARTS = {  # a kernel belongs to the first part with a pattern that is in its na
     "cache write and query": ("reshape_and_cache", "scaled_fp8_quant", "concat_and_cache"),
     "quantization, norm, SiLU": (
         "_rows_kernel",
+        "_rotate_kernel",
         "_norm_kernel",
         "per_block_quant",
         "per_token_group",
