@@ -2,7 +2,7 @@
 
     python benchmarks/exact.py MODEL [--kv int8_per_token_head] [--spec te] [--eager]
 
-``MODEL`` is a folder of a pretrained Llama or Qwen3 with a chat template, or with
+``MODEL`` is a folder of a pretrained Llama, Qwen3 or Qwen3-MoE with a chat template, or with
 ``--random-prompts`` one of ``real_model.py``. vLLM samples from real prompts in batches of many
 sizes, over chunked and cached prompts and after refits; Megatron scores the same tokens, one
 sequence at a time and packed. One Hopper GPU.
@@ -101,6 +101,7 @@ def main() -> None:
 def sample(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     """Sample in an engine of this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # with experts vLLM 0.26 does not by itself
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
 
@@ -200,12 +201,13 @@ def score(
     from megatron_fp8rl import convert
     from megatron_fp8rl.export import load_hf
     from megatron_fp8rl.kv_cache import KVCacheInTraining
+    from megatron_fp8rl.testing.local_spec import completed_local_spec
 
     config = json.loads((options.model / "config.json").read_text())
     scaling = config.pop("rope_scaling", None) or {}
     config.setdefault("rope_parameters", {"rope_theta": config.get("rope_theta"), **scaling})
     config.setdefault("initializer_range", 0.02)
-    with single_process(), torch.no_grad():
+    with single_process(), completed_local_spec(), torch.no_grad():
         model = (build if options.spec == "local" else _te_model)(SimpleNamespace(**config))
         convert(model, recipe)
         model.eval()
@@ -253,10 +255,20 @@ def _te_model(shape: SimpleNamespace) -> Any:
     """A GPTModel on the GPU, of TransformerEngine's spec as NeMo RL builds it."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
+    from fp8rl.families import expert_count, known_family
     from megatron_fp8rl.testing.models import build_gpt
 
-    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.model_type == "qwen3")
-    options = {"use_cpu_initialization": False, "bias_activation_fusion": True}
+    experts = expert_count(known_family(shape), shape) or None
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        experts,
+        moe_grouped_gemm=experts is not None,
+        qk_layernorm=shape.model_type.startswith("qwen3"),
+    )
+    options = {
+        "use_cpu_initialization": False,
+        "bias_activation_fusion": True,
+        "moe_grouped_gemm": experts is not None,
+    }
     return build_gpt(shape, transformer_layer_spec=spec, **options).cuda()
 
 

@@ -1,5 +1,7 @@
 """Norm, rotation and attention by the kernels that the rollout calls too (``exact: true``).
 
+Experts are in :mod:`megatron_fp8rl.experts`.
+
 FP8 linears, SwiGLU and embedding have the rollout's bits already. The classes of the modules change
 as for FP8 linears (:class:`megatron_fp8rl.linear.Fp8Module`), so that parameters, names, hooks and
 checkpoints stay. Backward passes are torch's own.
@@ -16,14 +18,17 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import GemmShape
+from fp8rl.gemm import GemmBackend, GemmShape, GroupedBackend, GroupedShape
 from fp8rl.kernels import implementation, reference, require_fp8_linears
 from fp8rl.kernels.rotary_table import cos_sin_table, inverse_frequencies
 from fp8rl.numerics import GROUP, fake_quantize_int8_kv, fake_quantize_kv
 from megatron_fp8rl import compat
+from megatron_fp8rl.experts import ExactMoELayer, ExactRouter, check_experts
 from megatron_fp8rl.linear import Fp8Module
 from megatron_fp8rl.norms import SharedRMSNorm
 from megatron_fp8rl.sites import sites
@@ -258,6 +263,9 @@ def plan(chunks: Iterable[Any], setup: Any) -> list[Change]:
             core = attention.core_attention
             found.append((attention, ExactSelfAttention, {"exact_rotation": rotation}))
             found.append((core, exact_class(ExactCore, type(core)), {}))  # type: ignore[arg-type]
+            if isinstance(layer.mlp, MoELayer):
+                found.append((layer.mlp, ExactMoELayer, {}))
+                found.append((layer.mlp.router, ExactRouter, {}))
     return found
 
 
@@ -280,7 +288,6 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
                 f"Megatron-Bridge set params_dtype to torch.bfloat16), {_REMEDY}"
             )
     needed = [
-        ("num_moe_experts", config.num_moe_experts, None),
         ("multi_latent_attention", config.multi_latent_attention, False),
         ("tensor_model_parallel_size", config.tensor_model_parallel_size, 1),
         ("context_parallel_size", config.context_parallel_size, 1),
@@ -329,7 +336,14 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
                 f"{type(layer.self_attention).__name__}; build the model with Megatron's local "
                 f"spec or its TransformerEngine spec, {_REMEDY}"
             )
-        if type(layer.mlp) is not MLP or not requests_swiglu(layer.mlp):
+        mlp = layer.mlp
+        if isinstance(mlp, MoELayer):
+            check_experts(mlp)
+            mlp = mlp.experts
+            if isinstance(mlp, SequentialMLP):
+                mlp = mlp.local_experts[0]
+        kinds = [MLP, TEGroupedMLP]
+        if type(mlp) not in kinds or not requests_swiglu(mlp):
             raise UnsupportedError(
                 f"exact needs a SwiGLU that is rounded once, as the rollout's is, and layer "
                 f"{layer.layer_number - 1} has another; set config.bias_activation_fusion to true "
@@ -339,6 +353,8 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
     require_fp8_linears(setup.policy)
     device = next(chunk.parameters()).device
     if device.type == "cpu":
+        if config.num_moe_experts:
+            raise UnsupportedError(f"exact needs a Hopper GPU for experts; use one, {_REMEDY}")
         _require_backend(chunk, setup, "reference")
     else:
         _check_kernels(device, config.kv_channels)
@@ -385,8 +401,14 @@ def _require_backend(chunk: Any, setup: Any, needed: str) -> None:
         weight = site.weights[0]
         if not site.runs_in_fp8(setup.policy):  # a layer for multi-token prediction
             continue
-        shape = GemmShape(GROUP, weight.shape[0], weight.shape[1], weight.dtype)
-        backend = setup.backends.pick(weight.device, shape, site.name)
+        backend: GemmBackend | GroupedBackend
+        features = weight.shape[0], weight.shape[1]
+        if len(site.weights) > 1:
+            experts = GroupedShape((GROUP,) * len(site.weights), *features, weight.dtype)
+            backend = setup.backends.pick_grouped(weight.device, experts, site.name)
+        else:
+            shape = GemmShape(GROUP, *features, weight.dtype)
+            backend = setup.backends.pick(weight.device, shape, site.name)
         if backend.name != needed:
             raise UnsupportedError(
                 f"exact needs the GEMM backend '{needed}' for '{site.name}' {list(weight.shape)} "

@@ -49,11 +49,11 @@ SIZE: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
-EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128}
-
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 LLAMA = LlamaConfig(**SIZE)
 QWEN3 = Qwen3Config(**SIZE)
+MIXTURE = Qwen3MoeConfig(**SIZE, **EXPERTS, norm_topk_prob=True)
 FUSED = {"bias_activation_fusion": True}
 
 
@@ -68,7 +68,20 @@ FUSED = {"bias_activation_fusion": True}
         (LLAMA, {"log_max_attention_logit": True}, "exact needs log_max_attention_logit False"),
         (LLAMA, {"fp32_residual_connection": True}, "exact needs fp32_residual_connection False"),
         (Qwen2Config(**SIZE), {}, "exact needs add_qkv_bias False in the trainer, not True"),
-        (Qwen3MoeConfig(**SIZE, **EXPERTS), {}, "exact needs num_moe_experts None in the trainer"),
+        (MIXTURE, FUSED, r"exact needs a Hopper GPU"),
+        (MIXTURE, {}, r"layer 0 has another; set config\.bias_activation_fusion to true"),
+        (Qwen3MoeConfig(**SIZE, **EXPERTS), {}, "needs moe_router_pre_softmax False in the trai"),
+        (MIXTURE, {"moe_z_loss_coeff": 0.1}, "needs moe_z_loss_coeff None in the trainer, not 0.1"),
+        (
+            MIXTURE,
+            {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3},
+            "needs a loss for load balancing False in the trainer, not True",
+        ),
+        (
+            MIXTURE,
+            {"moe_shared_expert_intermediate_size": 128},
+            "needs moe_shared_expert_intermediate_size None in the trainer, not 128",
+        ),
     ],
 )
 def test_what_would_not_be_exact_is_refused_before_anything_changes(

@@ -21,6 +21,7 @@ from fp8rl.kernels import EXACT_MODELS, implementation, reference, require_fp8_l
 from fp8rl.kernels.rotary_table import LLAMA3, cos_sin_table, inverse_frequencies
 from fp8rl.pinning import PinPolicy
 from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason
+from vllm_fp8rl.quantization.models import is_moe
 
 _REMEDY = "or set exact to false in the recipe."
 
@@ -222,6 +223,8 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
             f"exact serves model_type {', '.join(EXACT_MODELS)}, not "
             f"'{model.hf_text_config.model_type}'; choose another model, {_REMEDY}"
         )
+    if is_moe(model.hf_text_config):
+        _check_experts(engine)
     require_fp8_linears(policy)
     if not on_cpu:
         _check_kernels(engine)
@@ -241,6 +244,26 @@ def _check_kernels(engine: VllmConfig) -> None:
         check_page_size(engine.cache_config.block_size)
     _check_head(model.get_vocab_size(), model.get_hidden_size())
     _check_logprobs()
+
+
+def _check_experts(engine: VllmConfig) -> None:
+    """Refuse experts whose result would not be the trainer's."""
+    config, parallel = engine.model_config.hf_text_config, engine.parallel_config
+    needed = [
+        ("a Hopper GPU, device_type", engine.device_config.device_type, "cuda"),
+        ("norm_topk_prob", config.norm_topk_prob, True),
+        ("no shared expert", getattr(config, "shared_expert_intermediate_size", None) or 0, 0),
+        ("data_parallel_size", parallel.data_parallel_size, 1),
+        ("enable_expert_parallel", parallel.enable_expert_parallel, False),
+        ("enable_eplb", parallel.enable_eplb, False),
+        ("kernel_config.moe_backend", engine.kernel_config.moe_backend, "auto"),
+    ]
+    for what, value, good in needed:
+        if value != good:
+            raise UnsupportedError(
+                f"exact needs {what} {good!r} of a rollout engine with experts, not {value!r}; "
+                f"change it, {_REMEDY}"
+            )
 
 
 def _check_head(words: int, hidden: int) -> None:

@@ -128,8 +128,12 @@ def warm_up_experts(
     kernel: mk.FusedMoEKernel, layer: RoutedExperts, moe: FusedMoEConfig, warmup: KernelWarmup
 ) -> None:
     """Have DeepGEMM's kernels for a layer's experts compiled ahead, if its kernel uses DeepGEMM."""
-    if not isinstance(kernel.fused_experts, TritonOrDeepGemmExperts):
-        return
+    if isinstance(kernel.fused_experts, TritonOrDeepGemmExperts):
+        warm_up_deep_gemm(layer, moe, warmup)
+
+
+def warm_up_deep_gemm(layer: RoutedExperts, moe: FusedMoEConfig, warmup: KernelWarmup) -> None:
+    """Have DeepGEMM's kernels for a layer's experts compiled ahead."""
     # Rows as vLLM's own warm-up counts them: the tokens of all data-parallel ranks, padded.
     rows, _ = compute_aligned_M_and_alignment(
         M=warmup.rows * get_dp_group().world_size,

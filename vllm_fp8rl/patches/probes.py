@@ -218,6 +218,7 @@ _CPU_ATTN = "v1.attention.backends.cpu_attn"
 _FLASH_ATTN = "v1.attention.backends.flash_attn"
 _TRITON_ATTN = "v1.attention.backends.triton_attn"
 _GPU_EXPERTS = "cuda experts"
+_EXACT_EXPERTS = "exact experts"
 _FUSION = "cuda compiled"
 _ROTARY = "model_executor.layers.rotary_embedding.base"
 
@@ -362,6 +363,15 @@ PROBES = (
     Probe(13, f"{_MOE}.deep_gemm_utils", "compute_aligned_M_and_alignment", positional=0,
         keywords="M num_topk local_num_experts alignment expert_tokens_meta", needs=_GPU_EXPERTS),
     Probe(13, "utils.deep_gemm", "is_deep_gemm_e8m0_used", positional=0, needs=_GPU_EXPERTS),
+    Probe(13, f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase",
+        attributes="is_monolithic apply_monolithic", needs=_EXACT_EXPERTS),
+    Probe(13, f"{_MOE}.routed_experts", "RoutedExperts", attributes="top_k local_num_experts",
+        needs=_EXACT_EXPERTS),
+    Probe(13, f"{_MOE}.deep_gemm_utils", "deepgemm_moe_permute", positional=0,
+        keywords="aq aq_scale topk_ids local_num_experts expert_map expert_tokens_meta aq_out",
+        needs=_EXACT_EXPERTS),
+    Probe(13, "utils.deep_gemm", "mk_alignment_scope", positional=1, needs=_EXACT_EXPERTS),
+    Probe(13, "config", "ParallelConfig", attributes="enable_eplb", needs=_EXACT_EXPERTS),
     Probe(14, "v1.attention.backends.registry", "AttentionBackendEnum.clear_override",
         positional=1),
     Probe(14, _CPU_ATTN, behaves=_has_isa, needs="cpu"),

@@ -175,12 +175,20 @@ class Fp8RLConfig(QuantizationConfig):
         state = self.resolve()
         if isinstance(layer, LinearBase):
             fp8 = state.precision(prefix) == "fp8"
+            if state.recipe.exact and prefix.endswith(".mlp.gate"):
+                from vllm_fp8rl.kernels.experts import ExactRouterMethod  # needs Triton
+
+                return ExactRouterMethod(state, prefix)
             return (Fp8RLLinearMethod if fp8 else RefitLinearMethod)(state, prefix)
         if isinstance(layer, RoutedExperts):
             # Imported here, because it is slow: a dense model does not need it.
             from vllm_fp8rl.quantization.moe import Fp8RLMoEMethod, RefitMoEMethod
 
             fp8 = state.experts_precision(prefix) == "fp8"
+            if state.recipe.exact:
+                from vllm_fp8rl.kernels.experts import ExactMoEMethod  # needs Triton
+
+                return ExactMoEMethod(layer, state, prefix)
             return (Fp8RLMoEMethod if fp8 else RefitMoEMethod)(layer, state, prefix)
         if isinstance(layer, VocabParallelEmbedding):
             from vllm_fp8rl.quantization.refittable import keep_refittable
@@ -346,7 +354,8 @@ def _replacement(engine: VllmConfig, recipe: Recipe) -> ModuleReplacement:
 def _check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
     from vllm_fp8rl.patches.probes import require
 
-    require({"exact", "rotary", engine.device_config.device_type})
+    experts = {"experts"} if is_moe(engine.model_config.hf_text_config) else set()
+    require({"exact", "rotary", engine.device_config.device_type} | experts)
     from vllm_fp8rl.kernels.exact import check_exact
 
     check_exact(engine, policy)

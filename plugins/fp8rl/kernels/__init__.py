@@ -15,7 +15,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.kernels import reference
 from fp8rl.pinning import PinPolicy
 
-EXACT_MODELS = ("llama", "qwen3")
+EXACT_MODELS = ("llama", "qwen3", "qwen3_moe")
 """Model types whose layers have no place but those that both engines share."""
 
 

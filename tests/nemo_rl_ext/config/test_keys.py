@@ -375,6 +375,8 @@ def test_what_is_exact(overrides: str) -> None:
         ("megatron.tensor_model_parallel_size=2", "policy.megatron_cfg.tensor_model_parallel_size"),
         ("megatron.context_parallel_size=2", "policy.megatron_cfg.context_parallel_size"),
         ("vllm.tensor_parallel_size=2", "policy.generation.vllm_cfg.tensor_parallel_size"),
+        ("megatron.expert_model_parallel_size=2", "megatron_cfg.expert_model_parallel_size"),
+        ("policy.router_replay.enabled=true", "policy.router_replay.enabled"),
         ("megatron.use_fused_linear_logprobs=true", "megatron_cfg.use_fused_linear_logprobs"),
         ("megatron.env_vars.FP8RL_FUSED_LOGPROBS='0'", "env_vars.FP8RL_FUSED_LOGPROBS"),
         ("megatron.model_overrides.should_pad_vocab=true", "model_overrides.should_pad_vocab"),
