@@ -62,7 +62,7 @@ class ExactMoEMethod(Fp8RLMoEMethod):
         codes, by_group = quantize_rows(x, scale_format)
         codes, scales, experts, places, alignment = deepgemm_moe_permute(
             aq=codes,
-            aq_scale=by_group.t()[: len(x)],
+            aq_scale=by_group.t()[: len(x)].contiguous(),  # its kernel takes no other strides
             topk_ids=chosen,
             local_num_experts=layer.local_num_experts,
             expert_map=None,
