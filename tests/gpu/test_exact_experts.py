@@ -207,7 +207,7 @@ def test_vllms_layer_and_megatrons_have_equal_bits(
     from megatron_fp8rl.grouped import grouped_linear
     from megatron_fp8rl.linear import Fp8State
     from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
-    from vllm_fp8rl.kernels.experts import ExactMoEMethod
+    from vllm_fp8rl.quantization.exact_experts import ExactMoEMethod
 
     monkeypatch.setattr(
         "vllm.utils.deep_gemm.is_deep_gemm_e8m0_used", lambda: scale_format == "pow2"
@@ -297,24 +297,27 @@ def test_vllms_layer_and_megatrons_have_equal_bits(
         ("parallel", "enable_expert_parallel", True),
         ("parallel", "enable_eplb", True),
         ("kernels", "moe_backend", "triton"),
+        ("device", "device_type", "cpu"),
     ],
 )
 def test_engines_whose_experts_are_refused(where: str, key: str, value: Any) -> None:
     pytest.importorskip("vllm")
     from fp8rl.errors import UnsupportedError
-    from vllm_fp8rl.kernels.exact import _check_experts
+    from vllm_fp8rl.kernels.exact import check_experts
 
     config = SimpleNamespace(norm_topk_prob=True)
     parallel = SimpleNamespace(
         data_parallel_size=1, enable_expert_parallel=False, enable_eplb=False
     )
-    kernel = SimpleNamespace(moe_backend="auto")
+    kernel, device = SimpleNamespace(moe_backend="auto"), SimpleNamespace(device_type="cuda")
     engine: Any = SimpleNamespace(
         model_config=SimpleNamespace(hf_text_config=config),
         parallel_config=parallel,
         kernel_config=kernel,
+        device_config=device,
     )
-    _check_experts(engine)
-    setattr({"config": config, "parallel": parallel, "kernels": kernel}[where], key, value)
+    check_experts(engine)
+    places = {"config": config, "parallel": parallel, "kernels": kernel, "device": device}
+    setattr(places[where], key, value)
     with pytest.raises(UnsupportedError, match=f"not {value!r}; change it, or set exact to false"):
-        _check_experts(engine)
+        check_experts(engine)

@@ -21,7 +21,6 @@ from fp8rl.kernels import EXACT_MODELS, implementation, reference, require_fp8_l
 from fp8rl.kernels.rotary_table import LLAMA3, cos_sin_table, inverse_frequencies
 from fp8rl.pinning import PinPolicy
 from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason
-from vllm_fp8rl.quantization.models import is_moe
 
 _REMEDY = "or set exact to false in the recipe."
 
@@ -223,31 +222,13 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
             f"exact serves model_type {', '.join(EXACT_MODELS)}, not "
             f"'{model.hf_text_config.model_type}'; choose another model, {_REMEDY}"
         )
-    if is_moe(model.hf_text_config):
-        _check_experts(engine)
     require_fp8_linears(policy)
     if not on_cpu:
         _check_kernels(engine)
 
 
-def _check_kernels(engine: VllmConfig) -> None:
-    """Refuse what the kernels of a GPU do not serve."""
-    from fp8rl.kernels.attention import HEAD_SIZES, check_page_size  # needs Triton
-
-    model = engine.model_config
-    if model.get_head_size() not in HEAD_SIZES:
-        raise UnsupportedError(
-            f"exact serves heads of {HEAD_SIZES}, not of {model.get_head_size()}; choose another "
-            f"model, {_REMEDY}"
-        )
-    if engine.cache_config.block_size:  # None until vLLM has chosen one
-        check_page_size(engine.cache_config.block_size)
-    _check_head(model.get_vocab_size(), model.get_hidden_size())
-    _check_logprobs()
-
-
-def _check_experts(engine: VllmConfig) -> None:
-    """Refuse experts whose result would not be the trainer's."""
+def check_experts(engine: VllmConfig) -> None:
+    """Raise UnsupportedError if the result of an engine's experts would not be the trainer's."""
     config, parallel = engine.model_config.hf_text_config, engine.parallel_config
     needed = [
         ("a Hopper GPU, device_type", engine.device_config.device_type, "cuda"),
@@ -264,6 +245,22 @@ def _check_experts(engine: VllmConfig) -> None:
                 f"exact needs {what} {good!r} of a rollout engine with experts, not {value!r}; "
                 f"change it, {_REMEDY}"
             )
+
+
+def _check_kernels(engine: VllmConfig) -> None:
+    """Refuse what the kernels of a GPU do not serve."""
+    from fp8rl.kernels.attention import HEAD_SIZES, check_page_size  # needs Triton
+
+    model = engine.model_config
+    if model.get_head_size() not in HEAD_SIZES:
+        raise UnsupportedError(
+            f"exact serves heads of {HEAD_SIZES}, not of {model.get_head_size()}; choose another "
+            f"model, {_REMEDY}"
+        )
+    if engine.cache_config.block_size:  # None until vLLM has chosen one
+        check_page_size(engine.cache_config.block_size)
+    _check_head(model.get_vocab_size(), model.get_hidden_size())
+    _check_logprobs()
 
 
 def _check_head(words: int, hidden: int) -> None:

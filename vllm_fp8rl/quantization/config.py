@@ -176,7 +176,7 @@ class Fp8RLConfig(QuantizationConfig):
         if isinstance(layer, LinearBase):
             fp8 = state.precision(prefix) == "fp8"
             if state.recipe.exact and prefix.endswith(".mlp.gate"):
-                from vllm_fp8rl.kernels.experts import ExactRouterMethod  # needs Triton
+                from vllm_fp8rl.quantization.exact_experts import ExactRouterMethod  # needs Triton
 
                 return ExactRouterMethod(state, prefix)
             return (Fp8RLLinearMethod if fp8 else RefitLinearMethod)(state, prefix)
@@ -186,7 +186,7 @@ class Fp8RLConfig(QuantizationConfig):
 
             fp8 = state.experts_precision(prefix) == "fp8"
             if state.recipe.exact:
-                from vllm_fp8rl.kernels.experts import ExactMoEMethod  # needs Triton
+                from vllm_fp8rl.quantization.exact_experts import ExactMoEMethod  # needs Triton
 
                 return ExactMoEMethod(layer, state, prefix)
             return (Fp8RLMoEMethod if fp8 else RefitMoEMethod)(layer, state, prefix)
@@ -354,11 +354,14 @@ def _replacement(engine: VllmConfig, recipe: Recipe) -> ModuleReplacement:
 def _check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
     from vllm_fp8rl.patches.probes import require
 
-    experts = {"experts"} if is_moe(engine.model_config.hf_text_config) else set()
-    require({"exact", "rotary", engine.device_config.device_type} | experts)
-    from vllm_fp8rl.kernels.exact import check_exact
+    experts = is_moe(engine.model_config.hf_text_config)
+    parts = {"exact", "rotary", engine.device_config.device_type}
+    require(parts | {"experts"} if experts else parts)
+    from vllm_fp8rl.kernels.exact import check_exact, check_experts
 
     check_exact(engine, policy)
+    if experts:
+        check_experts(engine)
 
 
 def _guard(engine: VllmConfig) -> RefitGuard:
