@@ -27,7 +27,7 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
     construct = master_config.__init__
 
     def __init__(self: Any, /, **data: Any) -> None:
-        finder.run.unread_config = None
+        finder.run.unread_config = finder.run.exact_model = None
         asked = check_places(data, driver)  # of all that is given, whatever the class keeps
         construct(self, **data)
         if asked:

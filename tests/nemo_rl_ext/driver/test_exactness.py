@@ -11,7 +11,8 @@ import torch
 
 from nemo_rl_ext.driver.exactness import equal_logprobs
 from nemo_rl_ext.patch_finder import PatchFinder
-from nemo_rl_ext.patches import batch
+from nemo_rl_ext.patches import batch, config
+from support.nemo_rl import MasterConfig
 
 MODEL = "my-model"
 
@@ -77,3 +78,27 @@ def test_each_step_has_it_before_upstream_masks_what_differs(
     else:
         assert metrics["fp8rl/equal_logprobs"] == pytest.approx(2 / 3)
     assert ("exact does not hold" in caplog.text) == (model is not None and not queues)
+
+
+def test_the_driver_knows_by_its_config_whether_there_is_a_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module: Any = ModuleType("nemo_rl.algorithms.grpo")
+    module.MasterConfig = type("MasterConfig", (MasterConfig,), {"__module__": module.__name__})
+    finder = PatchFinder()
+    monkeypatch.setattr(finder, "require", lambda key: None)
+    config.apply(module, finder)
+    block = {"exact": True}
+    value = {
+        "policy": {
+            "model_name": MODEL,
+            "logprob_chunk_size": 1024,
+            "generation": {"backend": "vllm", "vllm_cfg": {"fp8rl": block}},
+            "megatron_cfg": {"enabled": True, "defer_fp32_logits": True, "fp8rl": block},
+        },
+        "loss_fn": {"fp8rl": block},
+    }
+    module.MasterConfig(**value)
+    assert (finder.run.exact_model, finder.run.queues_batches) == (MODEL, False)
+    module.MasterConfig(policy={}, loss_fn={})
+    assert finder.run.exact_model is None
