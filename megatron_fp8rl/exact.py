@@ -311,6 +311,7 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
         ("fused_single_qkv_rope", getattr(config, "fused_single_qkv_rope", False), False),
         ("qk_clip", getattr(config, "qk_clip", False), False),
         ("logit_dtype", getattr(chunk, "logit_dtype", None), None),
+        ("should_pad_vocab", getattr(config, "should_pad_vocab", False), False),
         ("use_mup", getattr(config, "use_mup", False), False),
         ("log_max_attention_logit", getattr(config, "log_max_attention_logit", False), False),
         (

@@ -94,7 +94,7 @@ def test_what_would_not_be_exact_is_refused_before_anything_changes(
     assert [type(module) for module in model.modules()] == before
 
 
-def test_interpolated_positions_and_other_attention_classes_are_refused(mcore):
+def test_other_classes_positions_and_vocabularies_are_refused(mcore):
     model = build_gpt(LLAMA, **FUSED)
     mlp, attention = model.decoder.layers[0].mlp, model.decoder.layers[1].self_attention
     mlp.__class__ = type("Mine", (type(mlp),), {})  # as TransformerEngine's fused operations are
@@ -106,6 +106,9 @@ def test_interpolated_positions_and_other_attention_classes_are_refused(mcore):
         convert(model, EXACT)
     model.rotary_pos_emb.seq_len_interpolation_factor = 2.0
     with pytest.raises(UnsupportedError, match=r"seq_len_interpolation_factor None .* not 2\.0"):
+        convert(model, EXACT)
+    model.config.should_pad_vocab = True  # a key of Megatron-Bridge's providers
+    with pytest.raises(UnsupportedError, match="should_pad_vocab False in the trainer, not True"):
         convert(model, EXACT)
 
 
