@@ -79,6 +79,10 @@ def check_pins(
         fp8_experts = any(pins.precision(name) == "fp8" for name in experts)
     if recipe.exact:
         refuse_inexact_model(where, policy.get("model_name"), model, pins)
+        notes.append(
+            "exact needs DeepGEMM in the environment of a trainer on a GPU, which NeMo RL's own "
+            "'mcore' environment lacks; install it there."
+        )
     # Megatron-Bridge groups the experts of Qwen3-MoE where the key is not set.
     if recipe.training and fp8_experts and grouped in (None, True):
         notes.append(

@@ -286,6 +286,7 @@ def _notes(found: list[Environment]) -> list[str]:
         if environment.name in _MEGATRON and answer["DeepGEMM"] is None:
             notes.append(
                 f"{environment.name} has no DeepGEMM, which experts in FP8 need with "
-                "'policy.megatron_cfg.moe_grouped_gemm'; other models do without."
+                "'policy.megatron_cfg.moe_grouped_gemm', and all models with exact; others do "
+                "without."
             )
     return notes
