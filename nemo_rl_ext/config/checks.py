@@ -125,7 +125,7 @@ def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
     if recipe.rollout:
         _refuse_rollouts(sections)
     if has_fp8_kv(recipe):
-        _refuse_fp8_kv(recipe.kv_cache, sections)
+        _refuse_fp8_kv(recipe, sections)
     if kv_dtype(recipe) != "auto":
         _refuse_backend(kv_dtype(recipe), sections)
     if recipe.kv_cache.in_training:
@@ -199,8 +199,8 @@ def _refuse_rollouts(sections: Sections) -> None:
         )
 
 
-def _refuse_fp8_kv(kv_cache: KVCache, sections: Sections) -> None:
-    sent, lasting = sections.sends_kv_scales, kv_cache.recalibrate != "refit"
+def _refuse_fp8_kv(recipe: Recipe, sections: Sections) -> None:
+    sent, lasting = sections.sends_kv_scales, recipe.kv_cache.recalibrate != "refit"
     asynchronous = sections.vllm.get("async_engine") or any(
         sections.at(f"{loop}.async_{loop}").get("enabled") for loop in ("grpo", "ppo")
     )
@@ -251,8 +251,9 @@ def _refuse_fp8_kv(kv_cache: KVCache, sections: Sections) -> None:
             "share experts cannot calibrate themselves one by one"
         )
     if reason:
+        other = "int8_per_token_head" if recipe.exact else "auto"
         raise UnsupportedError(
-            f"'{VLLM}.{BLOCK}.kv_cache.dtype' fp8_e4m3 needs {reason}; or set it to auto."
+            f"'{VLLM}.{BLOCK}.kv_cache.dtype' fp8_e4m3 needs {reason}; or set it to {other}."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.kernels import EXACT_MODELS, require_fp8_linears
 from fp8rl.pinning import PinPolicy
-from nemo_rl_ext.config.drivers import BLOCK, MEGATRON, VLLM
+from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, VLLM
 from nemo_rl_ext.config.keys import Sections, has_fp8_kv
 from nemo_rl_ext.names import FUSED_ENV
 
@@ -53,10 +54,18 @@ _NEEDED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 def require_both_sections(where: str, sections: Sections) -> None:
     """Raise RecipeError unless the blocks of rollouts and Megatron trainer both say ``exact``.
 
+    Also where the driver compares no log-probabilities of the two.
+
     Args:
         where: path of the block that says it.
         sections: of the config.
     """
+    driver = sections.driver
+    if LOSS not in driver.serves:
+        raise RecipeError(
+            f"'{where}.exact' has no effect in {driver.scripts[0]}, which compares no "
+            "log-probabilities of rollouts and trainer; remove the key."
+        )
     for section in (VLLM, MEGATRON):
         if section not in sections.blocks:
             raise RecipeError(
@@ -76,8 +85,9 @@ def refuse_inexact(recipe: Recipe, where: str, sections: Sections) -> None:
         section, _, name = path.rpartition(".")
         value = sections.at(section).get(name)
         if value not in served:
-            remedy = "remove it" if served[0] is None else f"set it to {_yaml(served[0])}"
-            raise _refusal(f"'{path}' is {_yaml(value)}", where, why, remedy)
+            remedy = "remove it" if served[0] is None else f"set it to {json.dumps(served[0])}"
+            told = json.dumps(value, default=str)  # with quotes: a text 1 is no number 1
+            raise _refusal(f"'{path}' is {told}", where, why, remedy)
     if sections.policy.get("logprob_chunk_size") is None:
         raise _refusal(
             "'policy.logprob_chunk_size' is null",
@@ -129,7 +139,3 @@ def _refusal(what: str, where: str, why: str, remedy: str) -> UnsupportedError:
         f"{what}, but '{where}.exact' does not serve that: {why}; {remedy}, or remove the key "
         "'exact'."
     )
-
-
-def _yaml(value: Any) -> str:
-    return "null" if value is None else str(value).lower()

@@ -354,13 +354,14 @@ EXACT = "policy.logprob_chunk_size=1024 megatron.defer_fp32_logits=true block.ex
         "vllm.async_engine=true block.kv_cache.recalibrate=grow",
     ],
 )
-def test_what_is_exact(overrides: str) -> None:
+def test_what_is_exact(overrides: str, caplog: pytest.LogCaptureFixture) -> None:
     assert recipe({}, EXACT + overrides).exact
     made = MasterConfig(**config({}, EXACT + overrides, model_name="none"))
     prepared = prepare(made, GRPO, lambda key: None)
     assert prepared is not None and prepared.exact
     # Logits that vLLM 0.25 has processed are in float32, whose sums have another order.
     assert made.policy["generation"]["vllm_cfg"]["logprobs_mode"] == "raw_logprobs"
+    assert "exact needs DeepGEMM" in caplog.text  # its worker would raise after Ray has started
 
 
 @pytest.mark.parametrize(
@@ -393,6 +394,19 @@ def test_what_is_not_exact_is_refused_by_its_key(overrides: str, path: str) -> N
     with pytest.raises(Fp8RLError) as raised:
         read(config({}, EXACT + overrides), GRPO)
     assert f"{path}'" in str(raised.value) and "exact" in str(raised.value)
+
+
+def test_what_exact_asks_for_in_place_of_a_value_is_another_one() -> None:
+    with pytest.raises(UnsupportedError, match=r"LOGPROBS' is 1, but .* set it to \"1\", or"):
+        read(config({}, EXACT + "megatron.env_vars.FP8RL_FUSED_LOGPROBS=1"), GRPO)
+    with pytest.raises(UnsupportedError, match="or set it to int8_per_token_head"):
+        read(config({}, EXACT + "vllm.async_engine=true"), GRPO)
+
+
+def test_exact_is_refused_where_nothing_is_compared() -> None:
+    given = config({}, EXACT + "~loss.fp8rl", distillation={})
+    with pytest.raises(RecipeError, match=r"exact' has no effect in run_distillation\.py"):
+        read(given, DRIVERS["distillation"])
 
 
 def test_exact_needs_scales_that_the_loop_sends() -> None:
