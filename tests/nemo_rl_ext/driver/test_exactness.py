@@ -18,13 +18,13 @@ MODEL = "my-model"
 
 
 def data(*differ: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Two rows, of which columns 2 to 4 of the first count: three tokens."""
+    """Two rows, of which columns 2 to 4 of the first count: a first token has no logprob."""
     ours = -torch.rand(2, 6, generator=torch.Generator().manual_seed(0)) - 0.5
     theirs = ours.clone()
     for place in differ:
         theirs[place] = math.nextafter(theirs[place].item(), -9.0) - 1e-7
     tokens = torch.zeros(2, 6)
-    tokens[:, 2:5] = 1
+    tokens[:, [0, 2, 3, 4]] = 1
     return {
         "token_mask": tokens,
         "sample_mask": torch.tensor([1.0, 0.0]),
