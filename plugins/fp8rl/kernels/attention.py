@@ -1,14 +1,16 @@
 """Attention with one arithmetic for decode, prompts and training, for Hopper GPUs.
 
-:func:`decode` reads a paged cache of 8 bits, one query token a program. :func:`attend` computes
-many query tokens in one program, over a 16-bit copy of the codes (:func:`copy_pages` of a cache,
-:func:`copy_tokens` of a trainer's K and V). Both give the same bits for a token in any batch:
+:func:`decode` reads a paged cache of 8 bits or in bfloat16, one query token a program.
+:func:`attend` computes many query tokens in one program, over a 16-bit copy (:func:`copy_pages` of
+a cache, :func:`copy_tokens` of a trainer's K and V) or over a trainer's K and V in bfloat16. Both
+give the same bits for a token in any batch:
 
 * Keys are taken in tiles of 32 and parts of 1,024, in order; parts are added up in order.
 * A tensor core adds products in groups of 16 along k, in order, in float32. ``mma.sync``, for 16
   rows, and ``wgmma``, for 64, give the same bits as long as each group has the same members. For
   8-bit operands that are converted in registers Triton puts the elements with ``k % 4 < 2`` of each
   32 into the first group, the others into the second; the 16-bit copy has them in that order.
+  Operands in bfloat16 stay in their own.
 * The sum of the probabilities is a product with ones, so that no layout decides its order.
 * No multiplication is fused with an addition (``enable_fp_fusion=False``).
 
@@ -42,14 +44,16 @@ _STATE = 4
 
 
 class Copy(NamedTuple):
-    """Codes of some sequences' keys and values in 16 bits, in the order of :func:`_swapped`."""
+    """Keys and values of some sequences in 16 bits, codes in the order of :func:`_swapped`."""
 
     keys: torch.Tensor
-    """float16 ``[tokens, kv_heads, head_size]``, each sequence padded to a multiple of 32."""
+    """``[tokens, kv_heads, head_size]``, contiguous: codes in float16, each sequence padded to a
+    multiple of 32, or the keys themselves in bfloat16."""
     values: torch.Tensor
-    key_scales: torch.Tensor
-    """float32, one element, or ``[tokens, kv_heads]`` where each token and head has its own."""
-    value_scales: torch.Tensor
+    key_scales: torch.Tensor | None
+    """float32, one element, or ``[tokens, kv_heads]`` where each token and head has its own; None
+    in bfloat16."""
+    value_scales: torch.Tensor | None
     starts: torch.Tensor
     """int32 ``[sequences]``: first token of each sequence."""
     lengths: torch.Tensor
@@ -57,14 +61,19 @@ class Copy(NamedTuple):
 
 
 @triton.jit
-def _swapped(index):
+def _swapped(index, PLAIN: tl.constexpr):
     """Return where the element of each place of the copy lies in its 32."""
-    return index // 32 * 32 + index % 32 // 16 * 2 + index % 16 // 2 * 4 + index % 2
+    if not PLAIN:
+        index = index // 32 * 32 + index % 32 // 16 * 2 + index % 16 // 2 * 4 + index % 2
+    return index
 
 
 @triton.jit
-def _to_float16(codes, NATIVE: tl.constexpr):
-    """Return the values of E4M3 codes, or of INT8 codes with 128 added, as float16."""
+def _operand(codes, NATIVE: tl.constexpr):
+    """Return the values of E4M3 codes, or of INT8 codes with 128 added, as float16.
+
+    Elements in bfloat16 stay as they are.
+    """
     x = codes
     if codes.dtype == tl.uint8:
         # A float16 of 1024 + n has n in its lowest bits. An integer's own conversion is slow.
@@ -80,7 +89,9 @@ def _to_float16(codes, NATIVE: tl.constexpr):
         else:
             x = (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
         x -= 1152.0
-    return x.to(tl.float16)
+    if codes.dtype != tl.bfloat16:
+        x = x.to(tl.float16)
+    return x
 
 
 @triton.jit
@@ -122,7 +133,7 @@ def _update(
         base = tl.where(higher == float("-inf"), 0.0, higher)
     p = tl.exp2(s - base[:, None])
     fade = tl.exp2(top - base)
-    weights = p.to(tl.float16)
+    weights = p.to(v.dtype)
     total = tl.dot(weights, ones, acc=total * fade[:, None])
     if BY_TOKEN:
         if MASKED:
@@ -130,7 +141,7 @@ def _update(
         else:
             largest = tl.max(v_scale, 0)
         v_higher = tl.maximum(v_top, _exponent(largest))
-        weights = (p * v_scale[None, :] * tl.exp2(-v_higher)[:, None]).to(tl.float16)
+        weights = (p * v_scale[None, :] * tl.exp2(-v_higher)[:, None]).to(v.dtype)
         fade *= tl.exp2(v_top - v_higher)
         v_top = v_higher
     acc = tl.dot(weights, v, acc=acc * fade[:, None])
@@ -138,15 +149,25 @@ def _update(
 
 
 @triton.jit
-def _load_queries(q_ptr, at, live, dim):
-    """Load queries as float16, which has 3 more bits than bfloat16 but a smaller range.
+def _load_queries(q_ptr, at, live, dim, softmax_scale, k_scale_ptr, BY_TOKEN: tl.constexpr):
+    """Load queries, for keys in bfloat16 (no scale) as they are.
+
+    Else as float16, which has 3 more bits but a smaller range, so that each row is divided by its
+    largest magnitude.
 
     Returns:
-        the queries, each row divided by its largest magnitude; these magnitudes.
+        the queries; the factor of each row's scores.
     """
-    q = tl.load(q_ptr + at[:, None] + dim[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-    norm = tl.maximum(tl.max(tl.abs(q), 1), 1e-30)
-    return (q / norm[:, None]).to(tl.float16), norm
+    q = tl.load(q_ptr + at[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+    factor = tl.zeros_like(at).to(tl.float32) + softmax_scale
+    if k_scale_ptr is not None:
+        wide = q.to(tl.float32)
+        norm = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)
+        q = (wide / norm[:, None]).to(tl.float16)
+        factor = norm * softmax_scale
+        if not BY_TOKEN:
+            factor *= tl.load(k_scale_ptr)
+    return q, factor
 
 
 @triton.jit
@@ -174,7 +195,7 @@ def _final_factor(total, v_top, v_scale_ptr, BY_TOKEN: tl.constexpr):
     factor = 1.0 / tl.where(total > 0, total, 1.0)
     if BY_TOKEN:
         factor *= tl.exp2(v_top)
-    else:
+    elif v_scale_ptr is not None:
         factor *= tl.load(v_scale_ptr)
     return factor
 
@@ -230,10 +251,7 @@ def _decode_kernel(
     live = row < GROUP
     head = kv_head * GROUP + row
     at_q = sequence * stride_q_token + head * stride_q_head
-    q, norm = _load_queries(q_ptr, at_q, live, dim)
-    factor = norm * softmax_scale
-    if not BY_TOKEN:
-        factor *= tl.load(k_scale_ptr)
+    q, factor = _load_queries(q_ptr, at_q, live, dim, softmax_scale, k_scale_ptr, BY_TOKEN)
 
     table = table_ptr + sequence * stride_table
     lane = tl.arange(0, TILE)
@@ -242,7 +260,7 @@ def _decode_kernel(
     zero: tl.constexpr = 128 if BY_TOKEN else 0.0
     # Loaded in the codes' dtype, so that Triton orders them as it orders V.
     ones = tl.load(ones_ptr + lane[:, None] * ONES + tl.arange(0, ONES)[None, :])
-    ones = _to_float16(ones, NATIVE)
+    ones = _operand(ones, NATIVE)
     k_scale = tl.full([TILE], 1.0, tl.float32)
     v_scale = tl.full([TILE], 1.0, tl.float32)
     index = (sequence * tl.num_programs(0) * GROUP + head) * parts
@@ -263,8 +281,8 @@ def _decode_kernel(
             offset = start % PAGE + lane % PAGE
             page = tl.load(table + number).to(tl.int64)
             slot = (page * stride_page + offset * stride_slot)[:, None] + column
-            k = _to_float16(tl.load(k_ptr + slot), NATIVE)
-            v = _to_float16(tl.load(v_ptr + slot), NATIVE)
+            k = _operand(tl.load(k_ptr + slot), NATIVE)
+            v = _operand(tl.load(v_ptr + slot), NATIVE)
             if BY_TOKEN:
                 token = page * stride_scale_page + offset * stride_scale_slot + scale_column
                 k_scale = tl.load(k_scale_ptr + token)
@@ -292,8 +310,8 @@ def _decode_kernel(
             offset = full % PAGE + lane % PAGE
             page = tl.load(table + number, mask=inside, other=0).to(tl.int64)
             slot = (page * stride_page + offset * stride_slot)[:, None] + column
-            k = _to_float16(tl.load(k_ptr + slot, mask=inside[:, None], other=zero), NATIVE)
-            v = _to_float16(tl.load(v_ptr + slot, mask=inside[:, None], other=zero), NATIVE)
+            k = _operand(tl.load(k_ptr + slot, mask=inside[:, None], other=zero), NATIVE)
+            v = _operand(tl.load(v_ptr + slot, mask=inside[:, None], other=zero), NATIVE)
             if BY_TOKEN:
                 token = page * stride_scale_page + offset * stride_scale_slot + scale_column
                 k_scale = tl.load(k_scale_ptr + token, mask=inside, other=1.0)
@@ -410,8 +428,8 @@ def decode(
     seq_lens: torch.Tensor,
     *,
     softmax_scale: float,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
     ones: torch.Tensor,
     out: torch.Tensor,
     splits: int,
@@ -420,14 +438,14 @@ def decode(
 
     Args:
         query: ``[sequences, heads, head_size]``, bfloat16.
-        key_cache, value_cache: codes ``[pages, page_size, kv_heads, head_size]``, E4M3, or uint8
-            for INT8 with 128 added; both have the same strides, the last dimension is contiguous,
-            and the page size is a multiple of 32, or 16.
+        key_cache, value_cache: ``[pages, page_size, kv_heads, head_size]``, bfloat16, or codes:
+            E4M3, or uint8 for INT8 with 128 added; both have the same strides, the last dimension
+            is contiguous, and the page size is a multiple of 32, or 16.
         block_table: int32 ``[sequences, pages of the longest]``.
         seq_lens: int32 ``[sequences]``; 0 for a padded row, whose output is 0.
         softmax_scale: factor of the scores.
         k_scale, v_scale: float32, read on the GPU at each launch: one element, or positive ones
-            ``[pages, page_size, kv_heads]`` of the same strides.
+            ``[pages, page_size, kv_heads]`` of the same strides; None for bfloat16.
         ones: :func:`ones_like_codes` of the cache.
         out: like ``query``.
         splits: number of programs per sequence and KV head; see :func:`splits_for`.
@@ -442,7 +460,7 @@ def decode(
     page, kv_heads = key_cache.shape[1], key_cache.shape[2]
     check_page_size(page)
     group = heads // kv_heads
-    by_token = k_scale.ndim == 3
+    by_token = k_scale is not None and k_scale.ndim == 3
     parts = -(-block_table.shape[1] * page // _PART)
     places = sequences * heads * parts if parts > 1 else 1
     state = torch.empty(places * (size + _STATE), dtype=torch.float32, device=out.device)
@@ -465,7 +483,7 @@ def decode(
         key_cache.stride(0),
         key_cache.stride(1),
         key_cache.stride(2),
-        *(k_scale.stride() if by_token else (0, 0, 0)),
+        *_strides(k_scale),
         out.stride(0),
         out.stride(1),
         block_table.stride(0),
@@ -504,8 +522,13 @@ def decode(
     return out
 
 
+def _strides(scale: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the strides of scales, where each token and head has its own."""
+    return scale.stride() if scale is not None and scale.ndim == 3 else (0, 0, 0)
+
+
 def ones_like_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Return codes of ones for :func:`decode`, of the dtype and on the device of a cache."""
+    """Return ones for :func:`decode`, of the dtype and on the device of a cache."""
     one = 129.0 if codes.dtype == torch.uint8 else 1.0
     return torch.full((_TILE, _ONES), one, device=codes.device).to(codes.dtype)
 
@@ -544,19 +567,20 @@ def _copy_pages_kernel(
     if start < length:
         lane = tl.arange(0, TILE)
         dim = tl.arange(0, HEAD)
-        token = start + _swapped(lane)
+        PLAIN: tl.constexpr = k_scale_ptr is None
+        token = start + _swapped(lane, PLAIN)
         inside = token < length
         table = table_ptr + request.to(tl.int64) * stride_table
         page = tl.load(table + token // PAGE, mask=inside, other=0).to(tl.int64)
         slot = page * stride_page + token % PAGE * stride_slot + head * stride_kv_head
         zero: tl.constexpr = 128 if BY_TOKEN else 0.0
-        at_k = slot[:, None] + _swapped(dim)[None, :]
+        at_k = slot[:, None] + _swapped(dim, PLAIN)[None, :]
         k = tl.load(k_ptr + at_k, mask=inside[:, None], other=zero)
         v = tl.load(v_ptr + slot[:, None] + dim[None, :], mask=inside[:, None], other=zero)
         row = (tl.load(starts_ptr + request) + start + lane).to(tl.int64) * HEADS + head
         target = row[:, None] * HEAD + dim[None, :]
-        tl.store(keys_ptr + target, _to_float16(k, NATIVE))
-        tl.store(values_ptr + target, _to_float16(v, NATIVE))
+        tl.store(keys_ptr + target, _operand(k, NATIVE))
+        tl.store(values_ptr + target, _operand(v, NATIVE))
         if BY_TOKEN:
             at = page * stride_scale_page + token % PAGE * stride_scale_slot
             at += head * stride_scale_head
@@ -572,8 +596,8 @@ def copy_pages(
     *,
     keys: int,
     longest: int,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> Copy:
     """Copy the keys and values of some requests from a paged cache, for :func:`attend`.
 
@@ -585,7 +609,7 @@ def copy_pages(
         longest: keys of the longest request, or more.
     """
     page, heads, size = key_cache.shape[1:]
-    by_token = k_scale.ndim == 3
+    by_token = k_scale is not None and k_scale.ndim == 3
     copy = _empty_copy(lengths, keys, heads, size, by_token, (k_scale, v_scale))
     _copy_pages_kernel[(heads, len(lengths), triton.cdiv(longest, _TILE))](
         key_cache,
@@ -602,7 +626,7 @@ def copy_pages(
         key_cache.stride(0),
         key_cache.stride(1),
         key_cache.stride(2),
-        *(k_scale.stride() if by_token else (0, 0, 0)),
+        *_strides(k_scale),
         block_table.stride(0),
         BY_TOKEN=by_token,
         HEADS=heads,
@@ -644,10 +668,10 @@ def _copy_tokens_kernel(
     if start < length:
         lane = tl.arange(0, TILE)
         dim = tl.arange(0, HEAD)
-        token = start + _swapped(lane)
+        token = start + _swapped(lane, False)
         inside = (token < length)[:, None]
         source = (tl.load(places_ptr + sequence) + token).to(tl.int64)[:, None]
-        at_k = source * stride_k_token + head * stride_k_head + _swapped(dim)[None, :]
+        at_k = source * stride_k_token + head * stride_k_head + _swapped(dim, False)[None, :]
         at_v = source * stride_v_token + head * stride_v_head + dim[None, :]
         k = tl.load(k_ptr + at_k, mask=inside, other=0.0)
         v = tl.load(v_ptr + at_v, mask=inside, other=0.0)
@@ -720,13 +744,14 @@ def _empty_copy(
     heads: int,
     size: int,
     by_token: bool,
-    of_layer: tuple[torch.Tensor, torch.Tensor],
+    of_layer: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> Copy:
     """Return an uninitialised copy with room for each sequence, padded to whole tiles."""
     padded = (lengths + _TILE - 1) // _TILE * _TILE
     starts = (padded.cumsum(0) - padded).to(torch.int32)
     tokens = (keys // _TILE + len(lengths)) * _TILE
-    codes = torch.empty(2, tokens, heads, size, dtype=torch.float16, device=lengths.device)
+    dtype = torch.bfloat16 if of_layer[0] is None else torch.float16
+    codes = torch.empty(2, tokens, heads, size, dtype=dtype, device=lengths.device)
     if by_token:
         of_layer = tuple(torch.empty(2, tokens, heads, device=lengths.device))  # type: ignore[assignment]
     return Copy(codes[0], codes[1], *of_layer, starts, lengths)
@@ -767,6 +792,7 @@ def _attend_kernel(
     first_query = tl.load(query_starts_ptr + sequence)
     count = tl.load(query_starts_ptr + sequence + 1) - first_query
     if block * TOKENS < count:
+        PLAIN: tl.constexpr = k_scale_ptr is None
         length = tl.load(lengths_ptr + sequence)
         before = length - count + block * TOKENS  # keys before those of this block's first query
         row = tl.arange(0, ROWS)
@@ -777,13 +803,12 @@ def _attend_kernel(
         live = token < length
         query = (first_query + block * TOKENS + row // PACK).to(tl.int64)
         at_q = query * stride_q_token + head * stride_q_head
-        q, norm = _load_queries(q_ptr, at_q, live, _swapped(dim))
-        factor = norm * softmax_scale
-        if not BY_TOKEN:
-            factor *= tl.load(k_scale_ptr)
+        q, factor = _load_queries(
+            q_ptr, at_q, live, _swapped(dim, PLAIN), softmax_scale, k_scale_ptr, BY_TOKEN
+        )
         kv_heads = tl.num_programs(1) * PACK // GROUP
         base = tl.load(starts_ptr + sequence).to(tl.int64) * kv_heads + kv_head
-        ones = tl.full([TILE, ONES], 1.0, tl.float16)
+        ones = tl.full([TILE, ONES], 1.0, tl.float32).to(q.dtype)
         k_scale = tl.full([TILE], 1.0, tl.float32)
         v_scale = tl.full([TILE], 1.0, tl.float32)
         top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -827,15 +852,22 @@ def _attend_kernel(
                 if BY_TOKEN:
                     k_scale = tl.load(k_scale_ptr + place)
                     v_scale = tl.load(v_scale_ptr + place)
+                if PLAIN:  # what comes after the last key may be NaN, and 0 * NaN is NaN
+                    inside = (start + lane < length)[:, None]
+                    k = tl.load(k_ptr + at, mask=inside, other=0.0)
+                    v = tl.load(v_ptr + at, mask=inside, other=0.0)
+                else:
+                    k = tl.load(k_ptr + at)
+                    v = tl.load(v_ptr + at)
                 part_top, part_v_top, total, part = _update(
                     q,
-                    tl.load(k_ptr + at),
-                    tl.load(v_ptr + at),
+                    k,
+                    v,
                     ones,
                     k_scale,
                     v_scale,
                     factor,
-                    (start + _swapped(lane))[None, :] <= token[:, None],
+                    (start + _swapped(lane, PLAIN))[None, :] <= token[:, None],
                     part_top,
                     part_v_top,
                     total,
@@ -902,7 +934,7 @@ def attend(
         query.stride(1),
         out.stride(0),
         out.stride(1),
-        BY_TOKEN=copy.key_scales.ndim == 2,
+        BY_TOKEN=copy.key_scales is not None and copy.key_scales.ndim == 2,
         GROUP=group,
         PACK=pack,
         ROWS=rows,
