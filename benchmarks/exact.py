@@ -1,6 +1,6 @@
 """With ``exact``, are the rollout's sampled log-probabilities the trainer's, to the bit?
 
-    python benchmarks/exact.py MODEL [--kv int8_per_token_head] [--spec te] [--eager]
+    python benchmarks/exact.py MODEL [--kv int8_per_token_head | auto] [--spec te] [--eager]
 
 ``MODEL`` is a folder of a pretrained Llama, Qwen3 or Qwen3-MoE with a chat template, or with
 ``--random-prompts`` one of ``real_model.py``. vLLM samples from real prompts in batches of many
@@ -63,7 +63,7 @@ TASKS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--kv", default="fp8_e4m3", help="fp8_e4m3 or int8_per_token_head")
+    parser.add_argument("--kv", default="fp8_e4m3", help="fp8_e4m3, int8_per_token_head or auto")
     parser.add_argument("--exact", default="true", choices=("true", "false"))
     parser.add_argument("--spec", default="local", choices=("local", "te"), help="the trainer's")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
@@ -211,9 +211,10 @@ def score(
         model = (build if options.spec == "local" else _te_model)(SimpleNamespace(**config))
         convert(model, recipe)
         model.eval()
-        cache = KVCacheInTraining(model, recipe.kv_cache.dtype)
-        if sampled["scales"]:
-            cache.set(sampled["scales"])
+        if recipe.kv_cache.dtype != "auto":
+            cache = KVCacheInTraining(model, recipe.kv_cache.dtype)
+            if sampled["scales"]:
+                cache.set(sampled["scales"])
         loaded = None
         for name, (seed, run) in sampled["runs"].items():
             if loaded != seed:

@@ -136,14 +136,16 @@ class Rotation:
 
 
 class ExactCore(Fp8Module):
-    """``core_attention`` over keys and values as the rollout's cache of 8 bits holds them.
+    """``core_attention`` over keys and values as the rollout's cache holds them.
 
-    :class:`megatron_fp8rl.kv_cache.KVCacheInTraining` puts them into service; until it has scales,
-    upstream's attention runs over K and V in 16 bits.
+    For a cache of 8 bits :class:`megatron_fp8rl.kv_cache.KVCacheInTraining` puts it into service;
+    until that has scales, upstream's attention runs over K and V in 16 bits. With
+    ``kv_cache.dtype`` ``auto`` it is in service from the start.
     """
 
     exact_cache: Any = None
-    """The :class:`~megatron_fp8rl.kv_cache.LayerCache` of the layer; None before and after."""
+    """The :class:`~megatron_fp8rl.kv_cache.LayerCache` of the layer; None before and after,
+    and for a cache of 16 bits."""
 
     def forward(
         self,
@@ -171,16 +173,16 @@ class ExactCore(Fp8Module):
             ``[s, b, heads * head_size]``, or ``[tokens, heads * head_size]`` if packed.
 
         Raises:
-            UnsupportedError: no ``KVCacheInTraining``; another mask, or a bias.
+            UnsupportedError: no ``KVCacheInTraining`` for a cache of 8 bits; another mask, or a bias.
         """
         layer = self.exact_cache
-        if layer is None:
+        if layer is None and self.fp8_setup.recipe.kv_cache.dtype != "auto":
             raise UnsupportedError(
                 "exact needs to know the rollout's KV cache, and this model has none; after "
                 "convert(model, recipe) make KVCacheInTraining(model, recipe.kv_cache.dtype) (an "
                 f"earlier one must be closed), {_REMEDY}"
             )
-        if not layer.in_service:
+        if layer is not None and not layer.in_service:
             return super().forward(  # type: ignore[misc]
                 query,
                 key,
@@ -205,7 +207,8 @@ class ExactCore(Fp8Module):
                 "exact computes causal attention, and attention_mask is not the causal one; give "
                 f"None, and packed_seq_params for several sequences in a row, {_REMEDY}"
             )
-        layer.count(key, value)
+        if layer is not None:
+            layer.count(key, value)
         if packed_seq_params is None:
             length, batch = query.shape[:2]
             starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
@@ -474,8 +477,8 @@ def _attend_on_cpu(
 class _Attention(torch.autograd.Function):
     """Causal attention of sequences that lie one after the other.
 
-    Gradients are those of torch's flash attention over the rounded keys and values, and pass
-    straight through the rounding.
+    Gradients are those of torch's flash attention over the keys and values as ``layer``, a
+    ``LayerCache`` or None for 16 bits, rounds them, and pass straight through the rounding.
     """
 
     @staticmethod
@@ -488,14 +491,17 @@ class _Attention(torch.autograd.Function):
         longest: int,
         layer: Any,
     ) -> Tensor:
-        from fp8rl.kernels.attention import attend, copy_tokens
+        from fp8rl.kernels.attention import Copy, attend, copy_tokens
 
         scale = query.shape[-1] ** -0.5
-        copy = copy_tokens(key, value, starts, longest=longest, scales=layer.scales)
-        out, lse = attend(query, copy, starts, longest_query=longest, softmax_scale=scale)
-        if layer.scales is None:
-            key, value = fake_quantize_int8_kv(key, value)
+        if layer is None:  # a cache of 16 bits holds them as they are
+            copy = Copy(key, value, None, None, starts[:-1], starts.diff())
         else:
+            copy = copy_tokens(key, value, starts, longest=longest, scales=layer.scales)
+        out, lse = attend(query, copy, starts, longest_query=longest, softmax_scale=scale)
+        if layer is not None and layer.scales is None:
+            key, value = fake_quantize_int8_kv(key, value)
+        elif layer is not None:
             key, value = fake_quantize_kv(key, value, layer.scales, layer.clipped)
         ctx.save_for_backward(query, key, value, out, lse, starts)
         ctx.longest, ctx.scale = longest, scale

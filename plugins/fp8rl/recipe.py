@@ -232,8 +232,7 @@ class Recipe(_Section):
     exact: bool = False
     """Rollout and trainer compute every place by the same kernels, whose result for a token does
     not depend on the batch: log-probabilities are then equal to the bit. Dense models of Llama's
-    and Qwen3's families on one Hopper GPU or a CPU, over an FP8 or INT8 cache; refused
-    elsewhere."""
+    and Qwen3's families on one Hopper GPU or a CPU; refused elsewhere."""
     allow_untested_gpu: bool = False
     """FP8 rollouts start on a Blackwell GPU too, on which they have never run."""
 
@@ -252,15 +251,11 @@ class Recipe(_Section):
     def _exact_on_both_sides(self) -> Recipe:
         if not self.exact:
             return self
-        if not (self.rollout and self.training and self.kv_cache.in_training):
+        rounds_alike = self.kv_cache.in_training or self.kv_cache.dtype == "auto"
+        if not (self.rollout and self.training and rounds_alike):
             raise ValueError(
-                "exact needs rollout, training and kv_cache.in_training to be true, because both "
-                "engines must compute the same"
-            )
-        if self.kv_cache.dtype == "auto":
-            raise ValueError(
-                "exact needs kv_cache.dtype fp8_e4m3 or int8_per_token_head: its kernels read a "
-                "cache of 8 bits"
+                "exact needs rollout, training and (over a cache of 8 bits) kv_cache.in_training "
+                "to be true, because both engines must compute the same"
             )
         return self
 

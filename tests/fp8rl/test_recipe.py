@@ -177,13 +177,10 @@ def test_all_mistakes_are_told_at_once():
         ),
         (
             {"exact": True, "training": False},
-            "exact needs rollout, training and kv_cache.in_training",
+            r"training and \(over a cache of 8 bits\) kv_cache\.in_training to be true",
         ),
         ({"exact": True, "kv_cache": {"in_training": False}}, "exact needs rollout, training and"),
-        (
-            {"exact": True, "kv_cache": {"dtype": "auto"}},
-            r"exact needs kv_cache\.dtype fp8_e4m3 or",
-        ),
+        ({"exact": True, "rollout": False, "kv_cache": {"dtype": "auto"}}, "exact needs rollout,"),
         ({"allow_untested_gpu": True}, "allow_untested_gpu needs training: false, and weights.sc"),
         (
             {
@@ -579,3 +576,9 @@ def test_scales_that_last_have_more_headroom(kind, margin):
     assert Recipe.from_dict(recipe.to_dict()) == recipe
     given = Recipe.from_dict({"kv_cache": {"recalibrate": kind, "margin": 1.5}})
     assert given.kv_cache.margin == 1.5
+
+
+@pytest.mark.parametrize("in_training", [True, False])
+def test_exact_over_a_cache_of_16_bits_rounds_nothing_in_training(in_training: bool) -> None:
+    cache = {"dtype": "auto", "in_training": in_training}
+    assert Recipe.from_dict({"exact": True, "kv_cache": cache}).exact

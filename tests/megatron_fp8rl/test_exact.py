@@ -36,6 +36,7 @@ from megatron_fp8rl.kv_cache import KVCacheInTraining
 from megatron_fp8rl.linear import Fp8Linear
 from megatron_fp8rl.observers import core_attentions
 from megatron_fp8rl.testing.models import build_gpt
+from support.attention import causal_attention
 
 EXACT = Recipe.from_dict({"exact": True})
 SIZE: dict[str, Any] = {
@@ -173,6 +174,27 @@ def test_the_cache_puts_exact_attention_into_service_and_takes_it_out(mcore):
     cache.close()
     assert [set(vars(core)) for core in cores] == before
     assert torch.equal(model(tokens, positions, None), expected)
+
+
+def test_attention_over_16_bits_is_in_service_without_a_cache(mcore, monkeypatch):
+    model = build_gpt(LLAMA, dtype=torch.float32)
+    tokens, positions = torch.randint(0, 64, (2, 20)), torch.arange(20)[None]
+    expected = model(tokens, positions, None)
+    exact_attention(model, Recipe.from_dict({"exact": True, "kv_cache": {"dtype": "auto"}}))
+    served = []
+
+    def attend(query, key, value, starts, longest, layer):
+        assert starts.tolist() == [0, 20, 40] and longest == 20
+        served.append(layer)
+        rows = (x.view(2, 20, *x.shape[1:]).transpose(0, 1) for x in (query, key, value))
+        out = causal_attention(*rows).to(query.dtype)
+        return out.transpose(0, 1).reshape(query.shape)
+
+    monkeypatch.setattr("megatron_fp8rl.exact._Attention", SimpleNamespace(apply=attend))
+    torch.testing.assert_close(model(tokens, positions, None), expected)
+    assert served == [None, None]
+    with pytest.raises(UnsupportedError, match="make no KVCacheInTraining"):
+        KVCacheInTraining(model, "auto")
 
 
 def test_causal_masks_are_served_and_no_others(mcore, monkeypatch):

@@ -110,7 +110,8 @@ class Batch:
             flash.Fp8RLFlashMetadataBuilder, flash.FlashAttentionMetadata, splits
         )
         impl = self._impl(flash.Fp8RLFlashImpl)
-        impl.requires_q_scale, impl._exact = True, exact
+        impl.ours = impl.requires_q_scale = True
+        impl._exact = exact
         output = torch.full_like(self.query, 7.0)
         return impl.forward(self.layer, self.query, None, None, self.cache, metadata, output)
 

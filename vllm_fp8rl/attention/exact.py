@@ -12,18 +12,18 @@ from vllm_fp8rl.names import uses_fp8rl
 
 
 class ExactAttention:
-    """Attention of batches over a cache of 8 bits, by the kernels that the trainer calls too.
+    """Attention of batches, by the kernels that the trainer calls too.
 
     Args:
-        codes: dtype of the cache's codes.
+        cache: dtype of the cache's elements.
         processors: number of SMs of the GPU.
     """
 
-    def __init__(self, codes: torch.dtype, processors: int) -> None:
+    def __init__(self, cache: torch.dtype, processors: int) -> None:
         from fp8rl.kernels import attention  # needs Triton
 
         self._kernels = attention
-        self._ones = attention.ones_like_codes(torch.empty(0, dtype=codes, device="cuda"))
+        self._ones = attention.ones_like_codes(torch.empty(0, dtype=cache, device="cuda"))
         self._processors = processors
 
     def attend_batch(
@@ -37,11 +37,14 @@ class ExactAttention:
         prompts: list[Prompts],
         *,
         softmax_scale: float,
-        k_scale: torch.Tensor,
-        v_scale: torch.Tensor,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute attention of a batch, as ``vllm_fp8rl.attention.flash.attend_batch``."""
+        """Compute attention of a batch, as ``vllm_fp8rl.attention.flash.attend_batch``.
+
+        Over a cache in bfloat16 the scales are None.
+        """
         if decodes:
             self._kernels.decode(
                 query[:decodes],
@@ -87,11 +90,11 @@ def require_served(engine: Any, served: bool) -> None:
     """Raise UnsupportedError for an attention layer that is exact by the recipe and not served."""
     if not served and is_exact(engine):
         raise UnsupportedError(
-            "exact needs attention of a decoder without windows, soft caps, sinks or ALiBi, over "
-            "an FP8 or INT8 KV cache, where FlashAttention 3 runs, without "
-            "VLLM_BATCH_INVARIANT and kv_sharing_fast_prefill, and a layer of this engine has "
-            "another; change the setting, choose another model or attention backend, or set exact "
-            "to false in the recipe."
+            "exact needs attention of a decoder without windows, soft caps, sinks or ALiBi, by "
+            "FLASH_ATTN or, over an INT8 KV cache, TRITON_ATTN, where FlashAttention 3 runs, "
+            "without VLLM_BATCH_INVARIANT and kv_sharing_fast_prefill, and a layer of this engine "
+            "has another; change the setting, choose another model or attention backend, or set "
+            "exact to false in the recipe."
         )
 
 

@@ -1,5 +1,8 @@
 """FlashAttention over an FP8 KV cache without rounding queries to E4M3, for Hopper GPUs.
 
+With ``exact`` other kernels compute all of it (:mod:`vllm_fp8rl.attention.exact`), also over a
+cache of 16 bits.
+
 A step has requests that decode, with one token each, and prompts. Decodes run in
 :mod:`vllm_fp8rl.attention.paged_decode`. Prompts run in FlashAttention 3 with 16-bit queries over a
 16-bit copy of their keys and values (:mod:`vllm_fp8rl.attention.dequantize_pages`), those of
@@ -10,8 +13,8 @@ Two kinds of engines quantize queries to E4M3 by the layer's ``q_scale``, as vLL
 with several tokens of a request: those with speculative decoding, which would copy the whole cache
 in every step, and those with ``kv_sharing_fast_prefill``, whose batches the host does not know. So
 does a batch whose lengths the host does not know (:func:`split_batch`). An engine without
-``quantization="fp8rl"``, a cache that is not FP8 and a layer that the kernels do not serve
-(``_served``) keep vLLM's behaviour altogether. Upstream:
+``quantization="fp8rl"``, a cache that is not FP8 (nor exact) and a layer that the kernels do not
+serve (``_served``) keep vLLM's behaviour altogether. Upstream:
 ``vllm/v1/attention/backends/flash_attn.py``. This file can be removed once FlashAttention reads FP8
 caches with 16-bit queries, as fast as BF16 ones.
 """
@@ -49,6 +52,7 @@ from vllm_fp8rl.attention.dequantize_pages import dequantize_pages
 from vllm_fp8rl.attention.exact import ExactAttention, is_exact, raise_not_split, require_served
 from vllm_fp8rl.attention.paged_decode import paged_decode, splits_for
 from vllm_fp8rl.compat import keys_and_values
+from vllm_fp8rl.guard import PLAIN_KV_DTYPES
 from vllm_fp8rl.names import uses_fp8rl
 from vllm_fp8rl.quantization.kv_cache import check_kv_cache_dtype
 
@@ -123,28 +127,30 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         engine = get_current_vllm_config_or_none()
-        self.requires_q_scale = self._served(engine)
-        """Whether this class computes the layer's attention. A refit then brings a ``q_scale``,
-        which batches that are not split need."""
+        self.ours = self._served(engine)
+        """Whether this class computes the layer's attention."""
+        self.requires_q_scale = self.ours and self.kv_cache_dtype not in PLAIN_KV_DTYPES
+        """Whether the cache is FP8. A refit then brings a ``q_scale``, which batches that are not
+        split need."""
         self._exact = is_exact(engine)
-        require_served(engine, self.requires_q_scale and _splits_batches(engine))
-        if self.requires_q_scale:
+        require_served(engine, self.ours and _splits_batches(engine))
+        if self.ours:
             # Otherwise the layer rounds every query to E4M3.
             self.supports_quant_query_input = False
-            self._attend_batch = batch_attention(engine, FP8_DTYPE)
+            dtype = FP8_DTYPE if self.requires_q_scale else torch.bfloat16
+            self._attend_batch = batch_attention(engine, dtype)
             self._most_keys = most_keys(engine) if _splits_batches(engine) else 0
 
     def _served(self, engine: VllmConfig | None) -> bool:
         return (
-            uses_fp8rl(engine)
-            and check_kv_cache_dtype(self.kv_cache_dtype)
+            _reads(engine, self.kv_cache_dtype)
             and self.vllm_flash_attn_version == 3
             and kernels_compute(self)
             and not self.batch_invariant_enabled  # splits depend on the batch size
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attend = self._attend if self.requires_q_scale else super().forward
+        attend = self._attend if self.ours else super().forward
         return attend(*args, **kwargs)
 
     def _attend(
@@ -176,8 +182,9 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             )
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("FlashAttention does not quantize its output.")
-        keys, values = keys_and_values(kv_cache.view(FP8_DTYPE), self.num_kv_heads, self.head_size)
-        cache = keys, values
+        fp8 = self.requires_q_scale
+        held = kv_cache.view(FP8_DTYPE) if fp8 else kv_cache
+        cache = keys_and_values(held, self.num_kv_heads, self.head_size)
         decodes, prompts = attn_metadata.seq_lens.shape[0], []
         if attn_metadata.max_query_len > 1:
             if not isinstance(attn_metadata, Fp8RLFlashMetadata):
@@ -193,8 +200,8 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             decodes,
             prompts,
             softmax_scale=self.scale,
-            k_scale=layer._k_scale,
-            v_scale=layer._v_scale,
+            k_scale=layer._k_scale if fp8 else None,
+            v_scale=layer._v_scale if fp8 else None,
             out=output,
         )
 
@@ -202,7 +209,7 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
         self,
         layer: Any,
         query: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: tuple[torch.Tensor, ...],
         attn_metadata: FlashAttentionMetadata,
         output: torch.Tensor,
     ) -> torch.Tensor:
@@ -234,16 +241,16 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
         return output
 
 
-def batch_attention(engine: VllmConfig, codes: torch.dtype) -> Callable[..., torch.Tensor]:
+def batch_attention(engine: VllmConfig, cache: torch.dtype) -> Callable[..., torch.Tensor]:
     """Return what computes the attention of a batch: :func:`attend_batch`, or the exact one.
 
     Args:
         engine: configuration of the engine.
-        codes: dtype of the cache's codes.
+        cache: dtype of the cache's elements.
     """
     processors = torch.cuda.get_device_properties().multi_processor_count
     if is_exact(engine):
-        return ExactAttention(codes, processors).attend_batch
+        return ExactAttention(cache, processors).attend_batch
     return partial(attend_batch, processors=processors)
 
 
@@ -361,7 +368,15 @@ def attend_prompts(
 
 def _decodes(engine: VllmConfig) -> bool:
     """Return whether the CUDA graphs of an engine may contain the decode kernel."""
-    return uses_fp8rl(engine) and check_kv_cache_dtype(engine.cache_config.cache_dtype)
+    return _reads(engine, engine.cache_config.cache_dtype)
+
+
+def _reads(engine: VllmConfig | None, kv_cache_dtype: str) -> bool:
+    """Return whether the kernels read a cache of this dtype in an engine."""
+    return uses_fp8rl(engine) and (
+        check_kv_cache_dtype(kv_cache_dtype)
+        or (kv_cache_dtype in PLAIN_KV_DTYPES and is_exact(engine))
+    )
 
 
 def _splits_batches(engine: VllmConfig) -> bool:

@@ -30,7 +30,7 @@ _READ_AT_EACH_STEP = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 """Attention backends that read the scales from tensors, or from the layer at each call."""
 _EXACT = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 """Attention backends in whose place fp8rl's run, which call the kernels of ``exact``: the first one
-over an FP8 cache, the second one over an INT8 one, the last one over both."""
+over an FP8 or BF16 cache, the second one over an INT8 one, the last one over all three."""
 _BAKES_INTO_FULL_GRAPHS = "FLASHINFER"
 """Takes the scales as host numbers."""
 

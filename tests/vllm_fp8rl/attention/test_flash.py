@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fp8rl.errors import UnsupportedError
 from support.mixed_batch import BATCHES, ON_GPU, Batch, load_flash
@@ -96,11 +97,30 @@ def test_an_exact_engine_never_attends_with_queries_in_fp8(flash) -> None:
         batch.attend(flash, splits=False, exact=True)
 
 
+def test_an_exact_engine_attends_over_16_bits_as_they_are(flash) -> None:
+    batch = Batch(BATCHES["decodes and prompts"], size=64)
+    impl = batch._impl(flash.Fp8RLFlashImpl)
+    impl.ours, impl.requires_q_scale, impl._exact = True, False, True
+    found: dict[str, Any] = {}
+
+    def attend(query, keys, values, table, lengths, decodes, prompts, **others: Any) -> None:
+        found.update(others, keys=keys, decodes=decodes)
+
+    impl._attend_batch = attend
+    metadata = batch._metadata(flash.Fp8RLFlashMetadataBuilder, flash.FlashAttentionMetadata, True)
+    cache = batch.cache.bfloat16()
+    impl.forward(batch.layer, batch.query, None, None, cache, metadata, batch.query)
+    assert found["k_scale"] is None is found["v_scale"] and found["decodes"] == 3
+    assert found["keys"].dtype == torch.bfloat16 and torch.equal(found["keys"], cache[:, 0])
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, True),
         ({"cache_dtype": "auto"}, False),
+        ({"cache_dtype": "auto", "exact": True}, True),
+        ({"cache_dtype": "int8_per_token_head", "exact": True}, False),
         ({"kv_sharing_fast_prefill": True}, False),
         ({"speculative_config": object()}, False),
         ({"name": "fp8"}, False),
@@ -112,9 +132,13 @@ def test_engines_whose_batches_are_split(flash, changes: dict[str, Any], expecte
         "kv_sharing_fast_prefill": False,
         "speculative_config": None,
         "name": "fp8rl",
+        "exact": False,
     } | changes
+    recipe = SimpleNamespace(exact=values["exact"])
     engine = SimpleNamespace(
-        quant_config=SimpleNamespace(get_name=lambda: values["name"]),
+        quant_config=SimpleNamespace(
+            get_name=lambda: values["name"], resolve=lambda: SimpleNamespace(recipe=recipe)
+        ),
         cache_config=SimpleNamespace(**values),
         speculative_config=values["speculative_config"],
     )
