@@ -170,7 +170,8 @@ class ExactCore(Fp8Module):
             packed_seq_params: Megatron's, or None.
 
         Returns:
-            ``[s, b, heads * head_size]``, or ``[tokens, heads * head_size]`` if packed.
+            ``[s, b, heads * head_size]``, or ``[tokens, heads * head_size]`` if packed, with zeros
+            for tokens behind the last sequence.
 
         Raises:
             UnsupportedError: no ``KVCacheInTraining`` for a cache of 8 bits; another mask, or a bias.
@@ -528,4 +529,6 @@ class _Attention(torch.autograd.Function):
             torch.empty(0, device=query.device),
             scale=ctx.scale,
         )
-        return (*found[:3], None, None, None)
+        behind = torch.arange(len(query), device=query.device) >= starts[-1]  # left uninitialised
+        grads = tuple(x.masked_fill_(behind[:, None, None], 0) for x in found[:3])
+        return (*grads, None, None, None)

@@ -904,7 +904,7 @@ def attend(
         query_starts: int32 ``[sequences + 1]``: first query of each sequence, and the end.
         longest_query: queries of one sequence at most.
         softmax_scale: factor of the scores.
-        out: like ``query``, or None.
+        out: like ``query``; None for a new one, which is 0 behind the last sequence.
 
     Returns:
         ``out``, with the bits of :func:`decode`; the log-sum-exp of the scores, float32
@@ -914,7 +914,7 @@ def attend(
     group = heads // copy.keys.shape[1]
     pack = next(n for n in (4, 2, 1) if group % n == 0)
     rows = 64
-    out = torch.empty_like(query) if out is None else out
+    out = torch.zeros_like(query) if out is None else out
     lse = torch.empty(heads, queries, dtype=torch.float32, device=query.device)
     blocks = triton.cdiv(longest_query, rows // pack)
     _attend_kernel[(blocks, heads // pack, len(copy.lengths))](
