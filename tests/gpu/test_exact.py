@@ -290,24 +290,28 @@ def test_log_probabilities_of_views(words):
     assert (found[0, :2] == 0).all() and found[0, 2] < 0
 
 
-@pytest.mark.parametrize("dtype", ["e4m3", "int8"])
+@pytest.mark.parametrize("dtype", ["e4m3", "int8", "bf16"])
 def test_gradients_of_attention_are_those_of_the_rounded_keys(dtype):
+    """And zeros for tokens behind the last sequence, as attention itself, whatever is there."""
     pytest.importorskip("megatron.core")
     from types import SimpleNamespace
 
     from megatron_fp8rl.exact import _Attention
 
     case = make(8, 2, 64, dtype)
-    scales = None if dtype == "int8" else torch.cat(case.scales)
     layer: Any = SimpleNamespace(
-        scales=scales, clipped=torch.zeros(2, dtype=torch.int64, device=DEVICE)
+        scales=torch.cat(case.scales) if dtype == "e4m3" else None,
+        clipped=torch.zeros(2, dtype=torch.int64, device=DEVICE),
     )
     inputs = [x.clone().requires_grad_() for x in (case.query, case.keys, case.values)]
-    if dtype == "int8":  # rounding rounded values again would move them
-        inputs = [x.detach().requires_grad_() for x in inputs]
-    grad = torch.randn_like(case.query)
-    out = _Attention.apply(*inputs, case.starts, max(LENGTHS), layer)
-    found = torch.autograd.grad(out, inputs, grad)
+    behind = [torch.cat((x.detach(), x.detach()[:50] / 0)).requires_grad_() for x in inputs]
+    layer = None if dtype == "bf16" else layer
+    out = _Attention.apply(*behind, case.starts, max(LENGTHS), layer)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, behind, grad)
+    total = sum(LENGTHS)
+    assert all((x[total:] == 0).all() for x in (out, *found))
+    found, grad = [x[:total] for x in found], grad[:total]
     rounded = inputs[1:]
     if dtype == "int8":
         rounded = [
