@@ -348,6 +348,7 @@ EXACT = "policy.logprob_chunk_size=1024 megatron.defer_fp32_logits=true block.ex
     [
         "",
         "block.kv_cache.dtype=int8_per_token_head grpo.val_at_start=true",
+        "block.kv_cache.dtype=auto grpo.val_at_start=true",
         "generation.temperature=1.0 generation.top_p=1.0 generation.top_k=-1",
         "megatron.tensor_model_parallel_size=1 megatron.pipeline_model_parallel_size=2",
         "loss.fp8rl_guard.fallback=stop",
@@ -413,8 +414,9 @@ def test_exact_needs_scales_that_the_loop_sends() -> None:
     ppo = config({}, EXACT, ppo={})
     with pytest.raises(UnsupportedError, match=r"'run_ppo\.py' sends no KV scales"):
         read(ppo, DRIVERS["ppo"])
-    keys = read(config({}, EXACT + "block.kv_cache.dtype=int8_per_token_head"), DRIVERS["ppo"])
-    assert keys is not None and keys.recipe.exact
+    for dtype in ("int8_per_token_head", "auto"):
+        keys = read(config({}, EXACT + f"block.kv_cache.dtype={dtype}"), DRIVERS["ppo"])
+        assert keys is not None and keys.recipe.exact
 
 
 @pytest.mark.parametrize(
