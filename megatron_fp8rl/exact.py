@@ -174,7 +174,7 @@ class ExactCore(Fp8Module):
             for tokens behind the last sequence.
 
         Raises:
-            UnsupportedError: no ``KVCacheInTraining`` for a cache of 8 bits; another mask, or a bias.
+            UnsupportedError: another mask, or a bias; over 8 bits no ``KVCacheInTraining``.
         """
         layer = self.exact_cache
         if layer is None and self.fp8_setup.recipe.kv_cache.dtype != "auto":
@@ -469,10 +469,13 @@ def _attend_on_cpu(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, layer: Any
 ) -> Tensor:
     """Compute what :class:`_Attention` does, in torch and differentiated by it."""
-    key, value = layer.rounded(key, value)
+    if layer is not None:
+        key, value = layer.rounded(key, value)
     scale, sizes = query.shape[-1] ** -0.5, starts.diff().tolist()
-    sequences = zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
-    return torch.cat([reference.attend(q, k, v, scale) for q, k, v in sequences])
+    sizes.append(len(query) - sum(sizes))
+    *sequences, behind = zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
+    parts = [reference.attend(q, k, v, scale) for q, k, v in sequences]
+    return torch.cat([*parts, torch.zeros_like(behind[0])])
 
 
 class _Attention(torch.autograd.Function):

@@ -176,25 +176,25 @@ def test_the_cache_puts_exact_attention_into_service_and_takes_it_out(mcore):
     assert torch.equal(model(tokens, positions, None), expected)
 
 
-def test_attention_over_16_bits_is_in_service_without_a_cache(mcore, monkeypatch):
+def test_attention_over_16_bits_is_in_service_without_a_cache(mcore):
+    """Tokens behind the last packed sequence, whatever is there, get zeros and give none."""
     model = build_gpt(LLAMA, dtype=torch.float32)
     tokens, positions = torch.randint(0, 64, (2, 20)), torch.arange(20)[None]
     expected = model(tokens, positions, None)
-    exact_attention(model, Recipe.from_dict({"exact": True, "kv_cache": {"dtype": "auto"}}))
-    served = []
-
-    def attend(query, key, value, starts, longest, layer):
-        assert starts.tolist() == [0, 20, 40] and longest == 20
-        served.append(layer)
-        rows = (x.view(2, 20, *x.shape[1:]).transpose(0, 1) for x in (query, key, value))
-        out = causal_attention(*rows).to(query.dtype)
-        return out.transpose(0, 1).reshape(query.shape)
-
-    monkeypatch.setattr("megatron_fp8rl.exact._Attention", SimpleNamespace(apply=attend))
+    auto = Recipe.from_dict({"exact": True, "kv_cache": {"dtype": "auto"}})
+    core, _ = exact_attention(model, auto)
     torch.testing.assert_close(model(tokens, positions, None), expected)
-    assert served == [None, None]
     with pytest.raises(UnsupportedError, match="make no KVCacheInTraining"):
         KVCacheInTraining(model, "auto")
+    starts = torch.tensor([0, 3, 5])
+    packed = SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_q_padded=None, max_seqlen_q=3)
+    query, key, value = torch.randn(9, 2, 64), torch.randn(9, 1, 64), torch.randn(9, 1, 64)
+    rows = [torch.cat((x[:5], x[5:] / 0)).requires_grad_() for x in (query, key, value)]
+    out = core(*rows, None, packed_seq_params=packed)
+    parts = [causal_attention(*(x[i:j, None] for x in rows))[:, 0] for i, j in ((0, 3), (3, 5))]
+    torch.testing.assert_close(out, torch.cat([*parts, torch.zeros(4, 128)]).float())
+    for grad in torch.autograd.grad(out.square().sum(), rows):
+        assert grad[:5].isfinite().all() and grad[:5].any() and not grad[5:].any()
 
 
 def test_causal_masks_are_served_and_no_others(mcore, monkeypatch):

@@ -33,7 +33,7 @@ from vllm_fp8rl.testing.tiny import make_family_checkpoint
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
 MODELS = {"llama": SHAPE | {"head_dim": 64}, "qwen3": SHAPE | {"head_dim": 128}}
-CACHES = ("fp8_e4m3", "int8_per_token_head")
+CACHES = ("fp8_e4m3", "int8_per_token_head", "auto")
 SMALL = {
     "dtype": "bfloat16",
     "block_size": 32,
@@ -65,7 +65,7 @@ def checkpoint(path: Path, model: str) -> Path:
 
 
 def scales_of(dtype: str, factor: float) -> dict[str, torch.Tensor]:
-    """KV scales, of which one is no power of two; none for INT8."""
+    """KV scales of an FP8 cache, of which one is no power of two."""
     names = scale_names(2, ("k", "v")) if dtype == "fp8_e4m3" else []
     return {name: torch.tensor(factor * (0.7 if i == 1 else 1)) for i, name in enumerate(names)}
 
@@ -73,7 +73,7 @@ def scales_of(dtype: str, factor: float) -> dict[str, torch.Tensor]:
 class Loop:
     """An engine and a trainer of one model."""
 
-    def __init__(self, engine: Engine, trainer: Any, cache: KVCacheInTraining) -> None:
+    def __init__(self, engine: Engine, trainer: Any, cache: KVCacheInTraining | None) -> None:
         self.llm, self.trainer, self.cache = engine.llm, trainer, cache
         self.cached = 0
 
@@ -86,7 +86,7 @@ class Loop:
         self.trainer.eval()
         wire = chain(export_hf(self.trainer), scales.items())
         refit(self.llm, wire, expect_kv_scales=bool(scales))
-        if scales:
+        if self.cache is not None and scales:
             self.cache.set(scales)
 
     def sample(self, batch: list[tuple[int, int, int]]) -> list[Sequence]:
@@ -158,7 +158,9 @@ def make_loop(
         engine = other_engine(folder, recipe, scaled=False, **SMALL)
         trainer = hf_gpt(folder, torch.bfloat16, bias_activation_fusion=True)
         convert(trainer, recipe)
-        loop = Loop(engine, trainer, KVCacheInTraining(trainer, recipe.kv_cache.dtype))
+        rounds = recipe.kv_cache.dtype != "auto"
+        cache = KVCacheInTraining(trainer, recipe.kv_cache.dtype) if rounds else None
+        loop = Loop(engine, trainer, cache)
         loop.send(scales_of(dtype, 2.0**-6))
         return loop
 

@@ -196,7 +196,7 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
                 f"fp8rl has no FP8 KV cache for attention of type '{self.attn_type}'; set "
                 "kv_cache_dtype to 'auto'."
             )
-        self._int8 = Int8Cache() if self.exact and not self.stores_fp8 else None
+        self._int8 = Int8Cache() if self.exact and dtype == INT8_KV_DTYPE else None
         plain = (self.alibi_slopes, self.sinks, self.sliding_window, self.logits_soft_cap)
         decoder = self.attn_type == AttentionType.DECODER
         require_served(engine, decoder and plain == (None, None, -1, 0))
@@ -214,6 +214,8 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
             self._store(*args, **kwargs)
         elif self._int8 is not None:
             self._store_int8(*args, **kwargs)
+        elif self.exact:
+            self._store_plain(*args, **kwargs)
         else:
             super().do_kv_cache_update(*args, **kwargs)
 
@@ -232,10 +234,26 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
         pair[:, 0].copy_(key[:tokens]).div_(layer._k_scale_float)
         pair[:, 1].copy_(value[:tokens]).div_(layer._v_scale_float)
         codes = pair.clamp_(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE).view(torch.uint8).flatten(1)
+        self._write(kv_cache, slot_mapping, codes)
+
+    def _store_plain(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        pair = torch.stack((key, value), 1)[: slot_mapping.numel()]
+        self._write(kv_cache, slot_mapping, pair.flatten(1))
+
+    def _write(
+        self, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, rows: torch.Tensor
+    ) -> None:
         padding = slot_mapping < 0
         if padding.any():
-            codes, slot_mapping = codes[~padding], slot_mapping[~padding]
-        self._token_rows(kv_cache).index_copy_(0, slot_mapping.long(), codes)
+            rows, slot_mapping = rows[~padding], slot_mapping[~padding]
+        self._token_rows(kv_cache).index_copy_(0, slot_mapping.long(), rows)
 
     def _store_int8(
         self,
@@ -320,13 +338,18 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
         return output
 
     def _token_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """View the cache as ``uint8 [slots, 2 * kv_heads * head_size]``: K, then V, of a token."""
+        """View the cache as ``[slots, 2 * kv_heads * head_size]``, codes as uint8.
+
+        A row is K, then V, of a token.
+        """
         if not kv_cache.is_contiguous():
             raise UnsupportedError(
                 "fp8rl needs a KV cache whose blocks lie next to each other, but this model mixes "
                 "layers with blocks of different sizes; set kv_cache_dtype to 'auto'."
             )
-        return kv_cache.view(torch.uint8).view(-1, 2 * self.num_kv_heads * self.head_size)
+        codes = self.stores_fp8 or self._int8 is not None
+        held = kv_cache.view(torch.uint8) if codes else kv_cache
+        return held.view(-1, 2 * self.num_kv_heads * self.head_size)
 
     def _decode(
         self, rows: torch.Tensor, pages: CompactPages, dtype: torch.dtype, isa: str

@@ -1,7 +1,7 @@
 """Attention of vLLM's CPU engine whose bits do not depend on the batch, and are the trainer's.
 
 Each request is computed alone, over keys and values as :func:`fp8rl.numerics.fake_quantize_kv` and
-:func:`fp8rl.numerics.fake_quantize_int8_kv` round them in the trainer.
+:func:`fp8rl.numerics.fake_quantize_int8_kv` round them in the trainer, or as they are.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ def attend_requests(
 
     Args:
         query: ``[tokens, heads, head_size]``.
-        rows: the cache, uint8 ``[slots, 2 * kv_heads * head_size]``: K, then V, of a token.
+        rows: the cache ``[slots, 2 * kv_heads * head_size]``, K, then V, of a token: codes in
+            uint8, or the numbers themselves in the dtype of ``query``.
         metadata: :class:`vllm_fp8rl.attention.cpu.Fp8RLCpuMetadata` of the batch.
         kv_heads: number of KV heads.
         softmax_scale: factor of the scores.
         scales: of K and of V in E4M3.
-        int8: where the scales are if the cache is in INT8; None for E4M3.
+        int8: where the scales are if the cache is in INT8; else None.
         out: like ``query``; written.
     """
     pages, size = metadata.pages, metadata.pages.page_size
@@ -77,7 +78,7 @@ def attend_requests(
         pair = rows[slots].view(len(slots), 2, kv_heads, -1)
         if int8 is not None:
             pair = int8.read(pair, slots, query.dtype)
-        else:
+        elif pair.dtype == torch.uint8:
             pair = pair.view(FP8_DTYPE).float() * torch.tensor(scales).view(2, 1, 1)
         key, value = pair.to(query.dtype).unbind(1)
         out[first:end] = attend(query[first:end], key, value, softmax_scale)

@@ -90,11 +90,11 @@ def require_served(engine: Any, served: bool) -> None:
     """Raise UnsupportedError for an attention layer that is exact by the recipe and not served."""
     if not served and is_exact(engine):
         raise UnsupportedError(
-            "exact needs attention of a decoder without windows, soft caps, sinks or ALiBi, by "
-            "FLASH_ATTN or, over an INT8 KV cache, TRITON_ATTN, where FlashAttention 3 runs, "
-            "without VLLM_BATCH_INVARIANT and kv_sharing_fast_prefill, and a layer of this engine "
-            "has another; change the setting, choose another model or attention backend, or set "
-            "exact to false in the recipe."
+            "exact needs attention of a decoder without windows, soft caps, sinks or ALiBi (on a "
+            "GPU by FLASH_ATTN or, over an INT8 KV cache, TRITON_ATTN, where FlashAttention 3 "
+            "runs), without VLLM_BATCH_INVARIANT and kv_sharing_fast_prefill, and a layer of this "
+            "engine has another; change the setting, choose another model or attention backend, "
+            "or set exact to false in the recipe."
         )
 
 
