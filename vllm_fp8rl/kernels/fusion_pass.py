@@ -23,6 +23,7 @@ from vllm.compilation.passes.vllm_inductor_pass import (
 )
 from vllm.config import CompilationMode, VllmConfig
 
+from fp8rl.errors import UnsupportedError
 from fp8rl.kernels import norm as triton_norm
 from fp8rl.numerics import GROUP
 from fp8rl.numerics.triton import activations as triton_fused
@@ -207,8 +208,22 @@ class FuseQuantization(VllmFusionPatternMatcherPass):
 
 
 def install(engine: VllmConfig, recipe: Recipe) -> None:
-    """Add the pass to an engine that is being built, unless the user has set one of his own."""
+    """Add the pass to an engine that is being built, unless the user has set one of his own.
+
+    Raises:
+        UnsupportedError: ``exact`` in an engine that is compiled without the pass, whose SwiGLU
+            would not be the trainer's.
+    """
     compilation = engine.compilation_config
+    if compilation.mode == CompilationMode.NONE:
+        return
     passes = compilation.inductor_compile_config
-    if PASS_KEY not in passes and compilation.mode != CompilationMode.NONE:
+    if PASS_KEY not in passes:
         passes[PASS_KEY] = FuseQuantization(engine, recipe)
+    fused = compilation.backend == "inductor" and isinstance(passes[PASS_KEY], FuseQuantization)
+    if recipe.exact and not fused:
+        raise UnsupportedError(
+            "exact needs SwiGLU fused with quantization where a rollout is compiled; leave "
+            f"compilation_config.backend and inductor_compile_config['{PASS_KEY}'] unset, set "
+            "enforce_eager, or set exact to false in the recipe."
+        )

@@ -458,6 +458,9 @@ PROBES = (
     Probe(15, "model_executor.layers.layernorm", "RMSNorm",
         attributes="hidden_size variance_epsilon weight forward_native forward_cuda",
         needs="exact"),
+    Probe(15, f"{_ROTARY.rpartition('.')[0]}.llama3_rope", "Llama3RotaryEmbedding",
+        attributes="scaling_factor low_freq_factor high_freq_factor orig_max_position",
+        needs="exact"),
     Probe(15, "config", "VllmConfig", attributes="use_v2_model_runner", needs="exact"),
     Probe(15, "config", "ModelConfig", attributes="head_dtype is_multimodal_model logprobs_mode",
         needs="exact"),
@@ -480,7 +483,7 @@ PROBES = (
     # Set on vLLM's objects
     Probe(23, "model_executor.layers.attention", "Attention.get_attn_backend",
         attributes="attn_backend"),
-    Probe(28, "config", "CompilationConfig", attributes="inductor_compile_config"),
+    Probe(28, "config", "CompilationConfig", attributes="inductor_compile_config backend"),
     Probe(29, "config", "VllmConfig", attributes="additional_config"),
     Probe(30, "config", "ModelConfig", attributes="sleep_mode_backend enable_sleep_mode"),
     Probe(31, "config", "ModelConfig", attributes="model model_weights revision"),

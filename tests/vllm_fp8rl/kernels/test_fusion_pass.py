@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
 from fp8rl import Recipe
+from fp8rl.errors import UnsupportedError
 from vllm_fp8rl.testing.tiny import make_checkpoint
 
 fusion_pass = pytest.importorskip("vllm_fp8rl.kernels.fusion_pass", reason="needs Triton")
@@ -22,8 +23,8 @@ fusion_pass = pytest.importorskip("vllm_fp8rl.kernels.fusion_pass", reason="need
 OPS = torch.ops.fp8rl
 
 
-def fused(function: Any, *shapes: tuple[int, ...], folder: Any) -> Counter[str]:
-    """Count fp8rl's operations that are left of a function of BF16 tensors."""
+def fused(function: Any, *shapes: tuple[int, ...], folder: Any) -> list[tuple[Any, ...]]:
+    """List fp8rl's operations that are left of a function of BF16 tensors, with what is given."""
     engine = EngineArgs(str(make_checkpoint(folder, 0)), skip_tokenizer_init=True)
     recipe: Any = SimpleNamespace(exact=True, activations=Recipe().activations)
     with set_current_vllm_config(config := engine.create_engine_config()), FakeTensorMode():
@@ -33,8 +34,16 @@ def fused(function: Any, *shapes: tuple[int, ...], folder: Any) -> Counter[str]:
         view_to_reshape(graph)
         one_pass(graph.graph)
     graph.graph.eliminate_dead_code()
-    names = (str(node.target) for node in graph.graph.nodes)
-    return Counter(name.split(".")[1] for name in names if name.startswith("fp8rl."))
+    return [
+        (str(node.target).split(".")[1], *(str(x) for x in node.args if not made(x)))
+        for node in graph.graph.nodes
+        if str(node.target).startswith("fp8rl.")
+    ]
+
+
+def made(argument: Any) -> bool:
+    """Whether an operation's argument was computed, and is neither a number nor an input."""
+    return isinstance(argument, torch.fx.Node) and argument.op != "placeholder"
 
 
 def test_norms_of_exact_are_fused_with_quantization(tmp_path):
@@ -46,7 +55,12 @@ def test_norms_of_exact_are_fused_with_quantization(tmp_path):
         return start, codes, OPS.quantize(normed, False), OPS.exact_norm(total, second, 1e-6)
 
     found = fused(layers, (7, 256), (7, 256), (256,), (256,), folder=tmp_path)
-    assert found == {"rms_norm_quantize": 1, "add_rms_norm_quantize": 2, "exact_norm": 1}
+    assert found == [
+        ("rms_norm_quantize", "x_1", "first_1", "1e-05", "False"),
+        ("add_rms_norm_quantize", "x_1", "residual_1", "first_1", "1e-05", "False"),
+        ("add_rms_norm_quantize", "second_1", "1e-06", "False"),
+        ("exact_norm", "second_1", "1e-06"),
+    ]
 
 
 def test_norms_of_queries_and_keys_are_fused_with_their_rotation(tmp_path):
@@ -61,4 +75,24 @@ def test_norms_of_queries_and_keys_are_fused_with_their_rotation(tmp_path):
         return *OPS.exact_rotate(query, key, positions, table.float()), value
 
     found = fused(attention, (7, 512), (64,), (64,), (99, 64), folder=tmp_path)
-    assert found == {"exact_norm_rotate": 1}
+    assert found == [("exact_norm_rotate", "query_weight_1", "key_weight_1", "1e-06")]
+
+
+@pytest.mark.parametrize(
+    ("backend", "passes", "exact", "refused"),
+    [
+        ("inductor", {}, True, False),
+        ("eager", {}, True, True),
+        ("inductor", {fusion_pass.PASS_KEY: len}, True, True),
+        ("eager", {fusion_pass.PASS_KEY: len}, False, False),
+    ],
+)
+def test_exact_is_not_compiled_without_the_pass(
+    backend: str, passes: dict[str, Any], exact: bool, refused: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(fusion_pass.FuseQuantization, "__init__", lambda *_: None)
+    compilation = SimpleNamespace(mode=3, backend=backend, inductor_compile_config=passes)
+    recipe: Any = Recipe.from_dict({"exact": exact})
+    expected = pytest.raises(UnsupportedError, match="exact needs SwiGLU fused.* enforce_eager")
+    with expected if refused else nullcontext():
+        fusion_pass.install(SimpleNamespace(compilation_config=compilation), recipe)
