@@ -177,5 +177,6 @@ class _Rows:
     def add(self, name: str, ours: Tensor, theirs: Tensor | None = None) -> None:
         """Compare with the first output of the rollout's module, or with ``theirs``."""
         theirs = self.of(name)[1][0] if theirs is None else theirs
+        assert ours.shape == theirs.shape, name  # "==" would broadcast
         equal = ours.to(theirs.device, theirs.dtype) == theirs
         self.found.append(Compared(name, int(equal.sum()), equal.numel()))

@@ -307,16 +307,19 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         recipe: Annotated[
             str | None, typer.Option(help="Recipe file or JSON; else the default with exact.")
         ] = None,
-        layers: Annotated[int, typer.Option(min=1, help="Decoder layers that run.")] = 2,
+        layers: Annotated[
+            int, typer.Option(min=1, help="Decoder layers that run, of those there are.")
+        ] = 2,
         prompts: Annotated[
-            Path | None, typer.Option(help="Text file with a prompt in each line.")
+            Path | None,
+            typer.Option(help="Text file with a prompt in each line, of 200 tokens at most."),
         ] = None,
     ) -> None:
         """Compare the modules of rollout and trainer, bit by bit; exit 1 if one differs.
 
-        vLLM samples with the first layers of MODEL, and Megatron's modules get the inputs that
-        vLLM's had. Then Megatron scores all that was sampled. MODEL is of Llama's or Qwen3's
-        family, the trainer has Megatron's local spec; a CPU does, or a Hopper GPU.
+        vLLM samples with the first layers of MODEL, not compiled, and Megatron's modules get the
+        inputs that vLLM's had. Then Megatron scores all that was sampled. MODEL is of Llama's or
+        Qwen3's family, the trainer has Megatron's local spec; a CPU does, or a Hopper GPU.
         """
         adapters = plugins.engine_adapters()
         record = next((a.record_exact for a in adapters if a.record_exact), None)
@@ -338,8 +341,11 @@ def build_app(plugins: PluginManager) -> typer.Typer:
             found = replay(request)
         console = Console()
         title = f"exact: {str(loaded.exact).lower()}"
-        shares = [(row.name, f"{row.equal / row.total:.4%}", str(row.total)) for row in found]
-        table = Section(title, ("module", "equal bits", "of"), tuple(shares))
+        shares = [
+            (row.name, f"{row.equal / row.total:.4%}", str(row.total - row.equal), str(row.total))
+            for row in found
+        ]
+        table = Section(title, ("module", "equal bits", "differ", "of"), tuple(shares))
         console.print(_section_table(table))
         differ = [row.name for row in found if row.equal < row.total]
         if differ:

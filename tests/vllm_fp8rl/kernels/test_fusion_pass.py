@@ -93,6 +93,6 @@ def test_exact_is_not_compiled_without_the_pass(
     monkeypatch.setattr(fusion_pass.FuseQuantization, "__init__", lambda *_: None)
     compilation = SimpleNamespace(mode=3, backend=backend, inductor_compile_config=passes)
     recipe: Any = Recipe.from_dict({"exact": exact})
-    expected = pytest.raises(UnsupportedError, match="exact needs SwiGLU fused.* enforce_eager")
+    expected = pytest.raises(UnsupportedError, match=r"exact needs SwiGLU fused.* enforce_eager")
     with expected if refused else nullcontext():
         fusion_pass.install(SimpleNamespace(compilation_config=compilation), recipe)
