@@ -134,9 +134,8 @@ def _summary(folder: Path, precision: str, seed: int) -> dict[str, Any]:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| precision | validation accuracy before | after | mean reward, last quarter "
-        "| mismatch KL (k3), nats/token | token mult. prob. error | ESS |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| precision | validation accuracy | reward, last quarter | KL (k3), nats/token |",
+        "| --- | --- | --- | --- |",
     ]
     for precision in dict.fromkeys(row["precision"] for row in rows):
         chosen = [row for row in rows if row["precision"] == precision]
@@ -147,9 +146,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
             return f"{statistics.fmean(values):{form}} ± {spread:{form}}"
 
         lines.append(
-            f"| {precision} | {cell('accuracy_before', '.3f')} | {cell('accuracy_after', '.3f')} "
-            f"| {cell('reward_last_quarter', '.3f')} | {cell('kl_k3', '.2e')} "
-            f"| {cell('token_mult_prob_error', '.4f')} | {cell('ess', '.4f')} |"
+            f"| {precision} | {cell('accuracy_after', '.3f')} "
+            f"| {cell('reward_last_quarter', '.3f')} | {cell('kl_k3', '.2e')} |"
         )
     return "\n".join(lines)
 

@@ -67,7 +67,7 @@ ENGINES = {
         ),
     ),
 }
-"""How rollout engine and trainer compute, from their sources; see docs/measurements/mismatch.md."""
+"""How rollout engine and trainer compute, from their sources; see docs/measurements/places.md."""
 ORDER = ("probabilities", "prompts", "norm_input", "norm_weight", "qk_norm_weight", "silu", "rope")
 """In which order places are made equal, after K and V."""
 CPU_ENV = {

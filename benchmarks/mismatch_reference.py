@@ -2,7 +2,7 @@
 
 :class:`Ways` has one field for each place; a value is the name of a way to compute there. All ways
 are the same function in real numbers. Weights are quantized as both engines do, so their codes are
-equal. Source of each way: ``docs/measurements/mismatch.md``.
+equal. Each way: ``docs/measurements/places.md``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ stand-ins for wandb, mlflow and swanlab, which NeMo RL imports even where they a
 metadata by which Python finds fp8rl's entry points and Ray finds what NeMo RL requires. It prints
 the ``PYTHONPATH`` for the folder, this checkout and a vLLM; copy the folder as a whole to move it.
 The PyTorch part of Transformer Engine is built from its source package, which
-docs/measurements/nemo_rl.md says.
+docs/nemo_rl_install.md says.
 """
 
 from __future__ import annotations

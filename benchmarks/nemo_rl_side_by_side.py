@@ -5,8 +5,8 @@
 
 ``bf16:1`` is ``--variants bf16 --seed 1``; what follows ``--`` is for all runs. Each gets Linux
 namespaces of its own, for which this must be root: NeMo RL's drivers meet on fixed ports, in
-``/tmp`` and in ``/dev/shm`` otherwise (``docs/measurements/nemo_rl.md``, "Environment"). A run sees
-a ``/tmp`` of its own, so no path may lie there. With the first process of such a namespace all
+``/tmp`` and in ``/dev/shm`` otherwise (``docs/nemo_rl_install.md``). A run sees a ``/tmp`` of its
+own, so no path may lie there. With the first process of such a namespace all
 others end, and with this program all runs, unless it is ended by SIGKILL. Runs start ``--apart``
 seconds one after the other. What a run prints is in ``OUT/VARIANT-SEED.json``, what it logs in
 ``OUT/VARIANT-SEED.log``, and the driver's files in ``OUT/VARIANT-SEED/``.

@@ -33,6 +33,6 @@ def test_every_test_that_is_named_is_there() -> None:
 
 
 def test_figures_are_those_of_the_recorded_run() -> None:
-    told = dict(re.findall(r"^\| ([a-z][^|]*) \| ([\d,]+) \|$", DOC, re.MULTILINE))
-    recorded = json.loads(RESULT.read_text())["counts"] if RESULT.exists() else {}
-    assert {what: int(count.replace(",", "")) for what, count in told.items()} == recorded
+    run = json.loads(RESULT.read_text())
+    assert f"`{run['command']}`: {run['seconds'] / 60:.0f} minutes, no failure" in DOC
+    assert min(run["counts"][what] for what in ("exports of sources that change", "senders killed"))

@@ -3,8 +3,7 @@
 vLLM makes a dict and an object for the log-probability of each sampled token, which Python's
 garbage collector then looks at again and again: 0.4 s of the 10 that the host spends on 256 answers
 of 1,024 tokens. Upstream's ``generate`` copies them into a tensor one by one: 6 µs each, 1.65 s for
-as many on one core, in which the GPU waits (docs/measurements/nemo_rl.md, "The rollout worker
-alone").
+as many on one core, in which the GPU waits (``docs/measurements/workers.md``).
 """
 
 from __future__ import annotations

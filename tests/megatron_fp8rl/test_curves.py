@@ -77,7 +77,7 @@ def test_the_difference_is_e4m3s_and_in_fprop(curves):
 
 def test_the_documented_figures_are_those_measured():
     report = json.loads((ROOT / "benchmarks" / "results" / "megatron_curves_cpu.json").read_text())
-    page = (ROOT / "docs" / "measurements" / "training.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "measurements" / "losses.md").read_text(encoding="utf-8")
     runs = [run for run in report["runs"] if run["task"] == "memorize"]
     rates = sorted({run["rate"] for run in runs})
     last = {(r["variant"], r["rate"], r["seed"]): r["losses"][-1] for r in runs}

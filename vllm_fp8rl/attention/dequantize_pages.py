@@ -1,7 +1,7 @@
 """A 16-bit copy of the keys and values that some requests have in a paged cache of 8 bits.
 
 FlashAttention 3 takes an FP8 cache only with queries and probabilities in E4M3, which costs 3% of
-the result (``docs/measurements/mismatch.md``). Over a copy in the dtype of the queries it rounds
+the result (``docs/measurements/places.md``). Over a copy in the dtype of the queries it rounds
 nothing but what it would over a cache of 16 bits. With scales that are powers of two the copy has
 exactly the values of an E4M3 cache. Values of an INT8 cache are rounded to the dtype of the copy.
 """

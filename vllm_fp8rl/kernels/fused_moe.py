@@ -59,7 +59,7 @@ _NARROW = 512
 """The most columns of experts that vLLM does not give to DeepGEMM (``_valid_deep_gemm``)."""
 _MANY_ROWS = 96
 """Rows of an expert, on average, from which on DeepGEMM is the quicker one
-(``docs/measurements/rollouts.md``)."""
+(``docs/measurements/experts.md``)."""
 
 ConfiguredKernel = tuple[FusedMoEQuantConfig, mk.FusedMoEKernel]
 
