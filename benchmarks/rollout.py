@@ -104,7 +104,7 @@ def give_weights(model: Any, codes: bool) -> None:
 
     With experts the embedding is large beside what layers add to it. Else attention, which takes
     the mean of all positions here, makes the tokens alike, and on a CPU 256 of them visit 44 of 128
-    experts in the last layers (``expert_routes_cpu.json``; on a GPU speeds hardly differ).
+    experts in the last layers (on a GPU speeds hardly differ).
     """
     import torch
 
