@@ -28,7 +28,7 @@ from fp8rl.kernels import norm as triton_norm
 from fp8rl.numerics import GROUP
 from fp8rl.numerics.triton import activations as triton_fused
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.kernels import deep_gemm_op, exact
+from vllm_fp8rl.kernels import deep_gemm_op
 from vllm_fp8rl.kernels import fused_ops as fused_ops  # registers operations named below
 
 NAME = "fp8rl_quantize_fusion"
@@ -180,9 +180,14 @@ class FuseQuantization(VllmFusionPatternMatcherPass):
         super().__init__(engine, NAME)
         pow2 = recipe.activations.scale_format == "pow2"
         self._key = f"{pow2}, {recipe.exact}"
+        self._sources = [deep_gemm_op, fused_ops, triton_fused, triton_norm]
         dtype = engine.model_config.dtype
         norm, add_norm = vllm.ir.ops.rms_norm, vllm.ir.ops.fused_add_rms_norm
         if recipe.exact:
+            from fp8rl.kernels import rotary
+            from vllm_fp8rl.kernels import exact  # needs more of vLLM
+
+            self._sources += [exact, rotary]
             norm, add_norm = torch.ops.fp8rl.exact_norm, torch.ops.fp8rl.exact_add_norm
         self.register(SiluMulQuantize(dtype, pow2))
         for epsilon in _EPSILONS:
@@ -201,9 +206,8 @@ class FuseQuantization(VllmFusionPatternMatcherPass):
         It covers the patterns, their choice, and the source of the operations: compiled code
         depends on their shapes and strides, and Dynamo does not trace their files.
         """
-        modules = (deep_gemm_op, exact, fused_ops, triton_fused, triton_norm)
         return self.hash_source(
-            super().uuid(), self._key, *(inspect.getsource(module) for module in modules)
+            super().uuid(), self._key, *(inspect.getsource(module) for module in self._sources)
         )
 
 
