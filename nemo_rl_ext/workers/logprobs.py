@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fp8rl.errors import UnsupportedError
+from fp8rl.kernels import implementation
 from nemo_rl_ext.names import FUSED_ENV, LOGGER
 from nemo_rl_ext.patches.upstream import Upstream, resolve, served
 
@@ -83,10 +84,9 @@ class FusedLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradient of the logits; the other arguments have none."""
-        from fp8rl.numerics.triton.logprobs import logprob_gradient
-
         logits, chosen, most, spread = ctx.saved_tensors
-        gradient = logprob_gradient(logits, chosen, most, spread, grad_outputs[0])
+        kernels = implementation(logits, "logprobs")
+        gradient = kernels.logprob_gradient(logits, chosen, most, spread, grad_outputs[0])
         return gradient, None, None, None, None, None, None
 
 
@@ -109,15 +109,14 @@ class ExactLogprob(FusedLogprob):
         Raises:
             UnsupportedError: ranks share the vocabulary, whose sum has one order on one rank alone.
         """
-        from fp8rl.kernels.logprobs import token_logprobs
-
         if torch.distributed.get_world_size(tp_group) > 1:
             raise UnsupportedError(
                 "exact adds up a whole vocabulary in one order, and tensor-parallel ranks share "
                 "it; set policy.megatron_cfg.tensor_model_parallel_size to 1, or exact to false in "
                 "the fp8rl block."
             )
-        found, most, spread = token_logprobs(vocab_parallel_logits, target)
+        kernels = implementation(vocab_parallel_logits, "logprobs")
+        found, most, spread = kernels.token_logprobs(vocab_parallel_logits, target)
         if not inference_only:
             ctx.save_for_backward(vocab_parallel_logits, target, most, spread)
         return found

@@ -110,7 +110,8 @@ class Fp8Training:
         Its attention sees K and V as the rollouts' cache of 8 bits holds them
         (``kv_cache.in_training``), where that is in E4M3 once a refit has sent scales.
         On a GPU log-probabilities that are computed in chunks are those of
-        :class:`nemo_rl_ext.workers.logprobs.FusedLogprob`.
+        :class:`nemo_rl_ext.workers.logprobs.FusedLogprob`; with ``exact`` those of ``ExactLogprob``
+        anywhere.
         The conversion runs before the model is wrapped, after upstream's adapters and draft models.
         A model without optimizer is a frozen teacher with a copy of the policy's section: it stays
         in BF16.
@@ -124,7 +125,7 @@ class Fp8Training:
             hooks = options.get("additional_pre_wrap_hooks") or ()
             ours = pre_wrap_hook(recipe, converted=self._keep_codes_of)
             options["additional_pre_wrap_hooks"] = [*hooks, ours]
-            if torch.cuda.is_available():
+            if recipe.exact or torch.cuda.is_available():
                 fuse_logprobs(policy, exact=recipe.exact)
         state = setup(policy, megatron, load_optimizer, **options)
         if recipe is not None and sends_kv_scales(policy):

@@ -1,6 +1,6 @@
 """Fused log-probabilities beside upstream's own class, taken out of its source.
 
-The kernels are those of the tests over ranks, in plain torch; with CUDA they are the real ones.
+On a CPU the fused kernel has a stand-in, as over ranks; with CUDA it is the real one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from nemo_rl_ext.workers.logprobs import UPSTREAM, ExactLogprob, FusedLogprob
-from support.logprob_kernels import exact_kernels, kernels
+from support.logprob_kernels import kernels
 from support.megatron import one_process
 from support.sources import source
 
@@ -39,7 +39,6 @@ def theirs() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch, one_process():
         if DEVICE == "cpu":
             patch.setitem(sys.modules, "fp8rl.numerics.triton.logprobs", kernels())
-            patch.setitem(sys.modules, "fp8rl.kernels.logprobs", exact_kernels())
         yield found[CLASS]
 
 

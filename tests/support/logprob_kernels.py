@@ -1,7 +1,6 @@
-"""Stand-ins in plain torch for the kernels of log-probabilities, since a CPU has no Triton.
+"""A stand-in in plain torch for the kernel of fused log-probabilities: a CPU has no Triton.
 
-The kernels themselves are compared with float64 in ``tests/gpu/test_triton_logprobs.py`` and
-``tests/gpu/test_exact.py``.
+The kernel itself is compared with float64 in ``tests/gpu/test_triton_logprobs.py``.
 """
 
 from __future__ import annotations
@@ -12,21 +11,8 @@ from typing import Any
 import torch
 
 
-def exact_kernels() -> ModuleType:
-    """A module with the function of ``fp8rl.kernels.logprobs``."""
-
-    def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        most, total, logit = kernels().row_sums(logits, ids)
-        here = (ids >= 0) & (ids < logits.shape[-1])
-        return (logit - most - total.log()).where(here, 0.0), most, total.log()
-
-    module: Any = ModuleType("fp8rl.kernels.logprobs")
-    module.token_logprobs = token_logprobs
-    return module
-
-
 def kernels() -> ModuleType:
-    """A module with the two functions of ``fp8rl.numerics.triton.logprobs``."""
+    """A module with the forward function of ``fp8rl.numerics.triton.logprobs``."""
 
     def row_sums(logits: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x = logits.float()
@@ -35,17 +21,6 @@ def kernels() -> ModuleType:
         logit = x.gather(-1, chosen.where(here, 0)[..., None])[..., 0].where(here, 0.0)
         return most, (x - most[..., None]).exp().sum(-1), logit
 
-    def logprob_gradient(
-        logits: torch.Tensor,
-        chosen: torch.Tensor,
-        most: torch.Tensor,
-        spread: torch.Tensor,
-        grad: torch.Tensor,
-    ) -> torch.Tensor:
-        is_chosen = torch.arange(logits.shape[-1]) == chosen[..., None]
-        share = (logits.float() - most[..., None] - spread[..., None]).exp()
-        return ((is_chosen.float() - share) * grad[..., None]).to(logits.dtype)
-
     module: Any = ModuleType("fp8rl.numerics.triton.logprobs")
-    module.row_sums, module.logprob_gradient = row_sums, logprob_gradient
+    module.row_sums = row_sums
     return module

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8rl.numerics.triton.logprobs import logprob_gradient as logprob_gradient
+
 _BLOCK = 1024
 
 
@@ -54,7 +56,7 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the log-probability of one token for each row of logits.
 
-    The other two results are what :func:`fp8rl.numerics.triton.logprobs.logprob_gradient` takes.
+    The other two results are what :func:`logprob_gradient` takes.
 
     Args:
         logits: ``[rows, V]`` or ``[B, S, V]`` of the whole vocabulary without columns that pad it,

@@ -81,3 +81,16 @@ def token_logprobs(
     found = logits.log_softmax(-1, dtype=torch.float32).gather(-1, chosen)[..., 0].where(here, 0.0)
     largest = logits.amax(-1).float()
     return found, largest, (logits.float() - largest[..., None]).logsumexp(-1)
+
+
+def logprob_gradient(
+    logits: torch.Tensor,
+    chosen: torch.Tensor,
+    most: torch.Tensor,
+    spread: torch.Tensor,
+    grad: torch.Tensor,
+) -> torch.Tensor:
+    """See :func:`fp8rl.numerics.triton.logprobs.logprob_gradient`."""
+    is_chosen = torch.arange(logits.shape[-1]) == chosen[..., None]
+    share = (logits.float() - most[..., None] - spread[..., None]).exp()
+    return ((is_chosen.float() - share) * grad[..., None]).to(logits.dtype)

@@ -1,6 +1,6 @@
 """Ranks that share a vocabulary, for ``test_logprobs.py``: each compares its part with float64.
 
-A CPU has no Triton, so the two kernels have stand-ins (``tests/support/logprob_kernels.py``).
+A CPU has no Triton, so the fused kernel has a stand-in (``tests/support/logprob_kernels.py``).
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ def main() -> None:
     from fp8rl.errors import UnsupportedError
     from megatron_fp8rl.testing.launch import join
     from nemo_rl_ext.workers.logprobs import ExactLogprob, FusedLogprob
-    from support.logprob_kernels import exact_kernels, kernels
+    from support.logprob_kernels import kernels
 
     rank, ranks = join()
     sys.modules["fp8rl.numerics.triton.logprobs"] = kernels()
-    sys.modules["fp8rl.kernels.logprobs"] = exact_kernels()
     generator = torch.Generator().manual_seed(0)
     # 1000 more than usual, which must not cost precision.
     logits = 1000 + 4 * torch.randn(*SHAPE, WORDS, generator=generator)

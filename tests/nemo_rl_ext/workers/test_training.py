@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
 from transformers import Qwen3Config
 
 from fp8rl import Recipe
-from fp8rl.errors import CheckpointError, RecipeError, ScaleError
+from fp8rl.errors import CheckpointError, RecipeError, ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_names
 from megatron_fp8rl.conversion import conversion_of
 from megatron_fp8rl.observers import QKVObserver
@@ -522,10 +522,10 @@ class BatchWorker(Fp8Training, Batches):
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The memory of a GPU, of which this CPU has none: set by hand."""
     monkeypatch.setattr("megatron_fp8rl.compat.register_with_bridge", lambda classes: None)
-    found = SimpleNamespace(available=1000 * 2**20, peak=0, resets=0, fused=0)
+    found = SimpleNamespace(available=1000 * 2**20, peak=0, resets=0, fused=[])
 
-    def fuse(policy: Any) -> None:  # upstream's module is not here
-        found.fused += 1
+    def fuse(policy: Any, *, exact: bool) -> None:  # upstream's module is not here
+        found.fused.append(exact)
 
     monkeypatch.setattr(training, "fuse_logprobs", fuse)
 
@@ -701,7 +701,13 @@ def test_log_probabilities_of_a_worker_that_trains_in_fp8_are_fused(
     device: SimpleNamespace,
 ) -> None:
     batch_worker()
-    assert device.fused == 1
+    assert device.fused == [False]
+
+
+def test_with_exact_they_are_the_rollouts_on_a_cpu_too(device: SimpleNamespace) -> None:
+    with pytest.raises(UnsupportedError, match="exact needs bfloat16 parameters"):
+        BatchWorker(policy({"exact": True}))  # this model's are not, which the conversion sees
+    assert device.fused == [True]
 
 
 @pytest.mark.parametrize(
@@ -722,7 +728,7 @@ def test_other_workers_keep_upstreams_log_probabilities(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     BatchWorker(policy({"kv_cache": {"dtype": "auto"}, **keys}), **options)
-    assert device.fused == 0
+    assert not device.fused
 
 
 def test_a_rank_without_an_fp8_linear_keeps_nothing(device: SimpleNamespace) -> None:
