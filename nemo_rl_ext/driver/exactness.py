@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def equal_logprobs(
     Args:
         train_data: ``token_mask``, ``prev_logprobs``, ``generation_logprobs`` ``[B, S]``,
             ``sample_mask`` ``[B]``.
-        model: name of the model, for the log.
+        model: name or folder of the model, for the log.
         on_policy: the batch was sampled with the trainer's weights; a share below 1 is then an
             error in the log.
 
@@ -40,7 +41,7 @@ def equal_logprobs(
             "trainer than in the rollout; 'fp8rl exact %s' finds the first module that differs.",
             round((1 - share) * total),
             total,
-            model,
+            _folder(model),
         )
     return {"fp8rl/equal_logprobs": share}
 
@@ -48,3 +49,17 @@ def equal_logprobs(
 def share_equal(rollout: torch.Tensor, trainer: torch.Tensor, counts: torch.Tensor) -> float:
     """Return the share of the tokens that ``counts`` marks, all ``[B, S]``, with equal ones."""
     return (rollout == trainer)[counts].double().mean().item()
+
+
+def _folder(model: str) -> str:
+    """Return what 'fp8rl exact' takes: a model's folder, for a name that of Hugging Face's cache.
+
+    Where there is none here, the name as it is.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = None if Path(model).is_dir() else try_to_load_from_cache(model, "config.json")
+    except ValueError:  # no name that the hub can have
+        found = None
+    return str(Path(found).parent) if isinstance(found, str) else model

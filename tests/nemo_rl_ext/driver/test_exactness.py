@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -49,6 +50,25 @@ def test_the_share_and_the_error(
         assert "1 of 3 tokens" in errors[0] and "'fp8rl exact my-model'" in errors[0]
     else:
         assert not errors
+
+
+def test_the_error_names_the_folder_of_a_model_from_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "models--some--model" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    (refs := tmp_path / "models--some--model" / "refs").mkdir()
+    (refs / "main").write_text("abc", encoding="utf-8")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name, said in (
+        ("some/model", folder),
+        (str(folder), folder),
+        ("some/other", "some/other"),
+        ("/no/such/folder", "/no/such/folder"),
+    ):
+        equal_logprobs(data((0, 3)), name, on_policy=True)
+        assert f"'fp8rl exact {said}' finds" in caplog.messages[-1]
 
 
 def test_a_batch_without_tokens_has_no_share() -> None:
