@@ -22,6 +22,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl import compat
 from megatron_fp8rl.conversion import Conversion, Report, conversion_of, convert, fp8_classes
+from megatron_fp8rl.exact import ExactColumnParallelLinear
 from megatron_fp8rl.export import ModelChunks, fp8_wire
 from megatron_fp8rl.specs import say
 
@@ -37,7 +38,7 @@ def register() -> None:
     Raises:
         UnsupportedError: Bridge cannot be imported.
     """
-    compat.register_with_bridge(fp8_classes().values())
+    compat.register_with_bridge([*fp8_classes().values(), ExactColumnParallelLinear])
 
 
 def pre_wrap_hook(

@@ -47,7 +47,7 @@ class ExactNorm(Fp8Module):
         return SharedRMSNorm.apply(x, module.weight, module.eps)
 
 
-class ExactHead(Fp8Module, ColumnParallelLinear):
+class ExactColumnParallelLinear(Fp8Module, ColumnParallelLinear):
     """The output projection on a CPU; a GPU's has the rollout's bits already."""
 
     upstream_class = ColumnParallelLinear
@@ -261,7 +261,7 @@ def plan(chunks: Iterable[Any], setup: Any) -> list[Change]:
                 )
             found.append((norm, exact_class(ExactNorm, type(norm)), {}))  # type: ignore[arg-type]
         if chunk.post_process and next(chunk.parameters()).is_cpu:
-            found.append((chunk.output_layer, ExactHead, {}))
+            found.append((chunk.output_layer, ExactColumnParallelLinear, {}))
         for layer in chunk.decoder.layers:
             attention = layer.self_attention
             core = attention.core_attention

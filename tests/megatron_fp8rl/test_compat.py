@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import megatron.core
 import pytest
@@ -13,6 +15,7 @@ from megatron.core.tensor_parallel import layers
 from fp8rl import PluginManager
 from fp8rl.errors import UnsupportedError
 from megatron_fp8rl import compat, hooks
+from megatron_fp8rl.bridge import register
 from megatron_fp8rl.conversion import fp8_classes
 
 
@@ -78,3 +81,19 @@ def test_doctor_names_another_version_and_none(monkeypatch, installed, problem):
     assert found.installed == installed
     (told,) = found.problems
     assert re.search(problem, told)
+
+
+def test_bridge_is_told_all_classes_of_linear_layers(monkeypatch):
+    """With the head of an exact model on a CPU, or a refit would not know how to export it."""
+    told = {}
+    name = "megatron.bridge.models.conversion.param_mapping"
+    parts = name.split(".")
+    for end in range(2, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
+    sys.modules[name].AutoMapping = SimpleNamespace(register_module_type=told.setdefault)
+    register()
+    assert set(told) == {cls.__name__ for cls in fp8_classes().values()} | {
+        "ExactColumnParallelLinear"
+    }
+    assert told["ExactColumnParallelLinear"] == told["Fp8ColumnParallelLinear"] == "column"
+    assert told["Fp8RowParallelLinear"] == "row"
