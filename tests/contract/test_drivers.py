@@ -1,6 +1,7 @@
 """NeMo RL's own ``run_grpo.py``, whole: real Ray, real vLLM, FP8 rollouts and an FP8 KV cache.
 
-Once on one GPU, and once with tensor-parallel rollouts and data-parallel training over two.
+Once on one GPU, and once with tensor-parallel rollouts and data-parallel training over two; and
+with ``exact`` and a Megatron policy, over TransformerEngine's spec (``megatron_shims``).
 Only CUDA is emulated (``shims/cpu_for_cuda.py``). The run has an interpreter and a Ray of its own;
 docs/nemo_rl.md says what the interpreter's environment must hold.
 """
@@ -39,6 +40,11 @@ GUARD = {
     },
     "++loss_fn.fp8rl_guard.fallback_after": 1,
 }
+EXACT = {
+    "policy.megatron_cfg.optimizer.lr": 1e-3,
+    "policy.megatron_cfg.optimizer.min_lr": 1e-3,
+}
+INT8 = {"fp8rl.kv_cache.dtype": "int8_per_token_head", "policy.sequence_packing.enabled": False}
 APART = {"++policy.generation.vllm_kwargs.distributed_executor_backend": "mp"}
 MODULES = (
     "accelerate",
@@ -63,6 +69,7 @@ MODULES = (
     "wrapt",
     "zmq",
 )
+MEGATRON_MODULES = ("megatron.bridge", "megatron.core", "nvidia_resiliency_ext", "triton")
 MISMATCH = 1.05
 """Below this the guard counts rollouts as healthy (``release_below``); 1 would be no FP8 at all."""
 SCALE = r"(\S+_scale) ([0-9.e-]+)"
@@ -104,12 +111,15 @@ def drive(
     gpus: int,
     steps: int,
     more: dict[str, Any] | None = None,
+    variant: str = "fp8rl",
 ) -> Run:
     """Run the driver; ``more``: overrides beside those of every run."""
     interpreter, root = python("NEMO_RL_PYTHON"), source("NEMO_RL_SRC")
-    folder = tmp_path_factory.mktemp("driver")
-    env = environment(folder, interpreter)
-    probe = f"import importlib.util as u; print(*[m for m in {MODULES} if not u.find_spec(m)])"
+    folder, exact = tmp_path_factory.mktemp("driver"), variant == "fp8rl-exact"
+    trainer = "megatron" if exact else "dtensor"
+    env = environment(folder, interpreter, megatron=exact)
+    modules = MODULES + MEGATRON_MODULES if exact else MODULES
+    probe = f"import importlib.util as u; print(*[m for m in {modules} if not u.find_spec(m)])"
     found = subprocess.run(
         [interpreter, "-c", probe], env=env, cwd=folder, capture_output=True, text=True, check=True
     )
@@ -132,8 +142,8 @@ def drive(
     }
     command = [
         *(interpreter, ROOT / "benchmarks" / "nemo_rl.py", "--source", root, "--folder", folder),
-        *("--variants", "fp8rl", "--model", folder / "model", "--steps", steps),
-        *("--gpus", gpus, "--limit", LIMIT_S),
+        *("--trainer", trainer, "--variants", variant, "--model", folder / "model"),
+        *("--steps", steps, "--gpus", gpus, "--limit", LIMIT_S),
         *(part for key, value in overrides.items() for part in ("--set", f"{key}={value}")),
     ]
     with ray_cluster(interpreter, env, gpus) as address:
@@ -145,7 +155,7 @@ def drive(
             text=True,
             timeout=LIMIT_S + 40,
         )
-    log = folder / f"dtensor-fp8rl{'' if gpus == 1 else f'-{gpus}'}.log"
+    log = folder / f"{trainer}-{variant}{'' if gpus == 1 else f'-{gpus}'}.log"
     said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     assert done.stdout, done.stderr[-3000:]
     result = json.loads(done.stdout)
@@ -227,3 +237,20 @@ def test_a_guard_puts_bf16_engines_in_the_place_of_fp8_ones(fallen_back: Run) ->
     assert curves["train/fp8rl/guard_level"] == [2, 3, 1, 1]
     assert curves["train/fp8rl/step_skipped"] == [1, 1, 0, 0]
     assert not fallen_back.source_changed
+
+
+@pytest.mark.parametrize("more", [{}, INT8], ids=["FP8 cache, packed", "INT8 cache, not packed"])
+def test_with_exact_every_logprob_of_every_step_is_the_rollouts(
+    more: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    done = drive(tmp_path_factory, 1, STEPS, EXACT | more, "fp8rl-exact")
+    assert "log-probabilities are computed as the rollouts' are" in done.log
+    curves = done.result["curves"]
+    assert curves["train/fp8rl/equal_logprobs"] == [1.0] * STEPS
+    assert curves["train/fp8rl/token_mult_prob_error"] == [1.0] * STEPS
+    assert curves["train/gen_kl_error"] == [0.0] * STEPS
+    # Upstream's mean of ones over micro-batches is rounded.
+    assert curves["train/token_mult_prob_error"] == pytest.approx([1.0] * STEPS, abs=1e-6)
+    assert "exact does not hold" not in done.log
+    assert done.log.count("RefitReport(") == STEPS
+    assert not done.source_changed

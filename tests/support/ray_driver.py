@@ -37,8 +37,11 @@ def digest(root: Path) -> str:
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def environment(folder: Path, interpreter: Path) -> dict[str, str]:
-    """Variables of the driver, of Ray and so of all workers; makes what they name in ``folder``."""
+def environment(folder: Path, interpreter: Path, *, megatron: bool = False) -> dict[str, str]:
+    """Variables of the driver, of Ray and so of all workers; makes what they name in ``folder``.
+
+    With ``megatron`` what its worker imports is found too.
+    """
     ours = metadata.distribution("fp8rl")
     site = folder / "site" / f"fp8rl-{ours.version}.dist-info"
     site.mkdir(parents=True)
@@ -58,7 +61,16 @@ def environment(folder: Path, interpreter: Path) -> dict[str, str]:
         str(ROOT),
         str(ROOT / "plugins"),
     ]
+    if megatron:
+        path = [
+            str(ROOT / "tests" / "contract" / "megatron_shims"),
+            str(source("MEGATRON_BRIDGE_SRC") / "src"),
+            str(source("MEGATRON_LM_SRC")),
+            *path,
+        ]
+    named = {"TORCH_CUDA_ARCH_LIST": "9.0"} if megatron else {}  # upstream asks for it
     return {
+        **named,
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         "PATH": os.pathsep.join([str(interpreter.parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(path),

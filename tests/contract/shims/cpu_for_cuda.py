@@ -28,9 +28,11 @@ and all of fp8rl.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,8 +62,13 @@ class CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__name__", "") in ("cuda", "pin_memory"):
+        name = getattr(func, "__name__", "")
+        if name in ("cuda", "pin_memory"):
             return args[0]
+        if name == "type" and len(args) == 1 and not kwargs:  # Megatron's optimizers ask for it
+            return "torch.cuda." + func(*args).rpartition(".")[2]
+        if isinstance((kwargs or {}).get("device"), int):
+            kwargs = {**kwargs, "device": "cpu"}
         named = {name: self._on_cpu(value) for name, value in (kwargs or {}).items()}
         if named.get("pin_memory"):
             del named["pin_memory"]
@@ -133,6 +140,8 @@ class CpuForCuda:
             "nemo_rl.utils.nvml": self.nvml,
             "nemo_rl.models.policy.utils": self.handles,
             "nemo_rl.models.policy.workers.dtensor_policy_worker": self.trainer,
+            "nemo_rl.models.policy.workers.megatron_policy_worker": self.megatron,
+            "nemo_rl.models.megatron.setup": self.megatron_setup,
             "nemo_rl.models.generation.vllm.vllm_worker": self.rollouts,
             "nemo_rl.models.generation.vllm.vllm_backend": self.engine,
             "vllm.platforms.cpu": self.platform,
@@ -176,6 +185,29 @@ class CpuForCuda:
         nvtx: Any = torch.cuda.nvtx
         nvtx.range_push = self._threads.enter
         nvtx.range_pop = lambda: None
+
+    def megatron(self, module: ModuleType) -> None:
+        from megatron.core.distributed import param_and_grad_buffer
+
+        from megatron_fp8rl.testing.cpu_shim import CpuShim
+
+        # They would free what they have "copied to the CPU".
+        buffer = param_and_grad_buffer._ParamAndGradBuffer
+        buffer.offload_to_cpu = buffer.reload_from_cpu = lambda *_, **__: None
+        region = ExitStack()
+        region.enter_context(CpuShim().active())
+        atexit.register(region.close)  # else it would end with the last reference
+        self.trainer(module)
+        torch.cuda.device_count = lambda: 1
+
+    def megatron_setup(self, module: Any) -> None:
+        initialize = module.initialize_megatron
+
+        def with_cuda(**options: Any) -> Any:
+            options["cfg"].dist.distributed_backend = "gloo"  # else it asks for GPUs
+            return initialize(allow_no_cuda=True, **options)
+
+        module.initialize_megatron = with_cuda
 
     def rollouts(self, module: ModuleType) -> None:
         import vllm.device_allocator as allocator
