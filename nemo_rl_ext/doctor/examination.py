@@ -41,8 +41,6 @@ from nemo_rl_ext.doctor.installation import (
     installed_package,
     version,
 )
-from nemo_rl_ext.doctor.logits import logits_in_many_operations
-from nemo_rl_ext.doctor.micro_batch import small_micro_batches
 from nemo_rl_ext.patches.upstream import KNOWN, served
 
 _MAPPINGS = (
@@ -177,7 +175,7 @@ def examine(request: ConfigRequest) -> Diagnosis:
             facts |= _decisions(keys, sections)
             problems += _layout_problems(sections)
             found += _upstream_keys(keys, sections)
-            found += _modules(keys.recipe, sections, model, request.gpu_memory, problems, notes)
+            found += _modules(keys.recipe, sections, model, request.gpu_memory, problems)
     found.append(_patch_section(patches))
     if notes:
         found.append(Section("notes", ("",), tuple((note,) for note in notes)))
@@ -423,11 +421,10 @@ def _modules(
     model: Mapping[str, Any],
     gpu_memory: float | None,
     problems: list[str],
-    notes: list[str],
 ) -> list[Section]:
     """Tables of the model's modules and of a GPU's memory, as far as the model is known.
 
-    What is refused is added to ``problems``, advice to ``notes``.
+    What is refused is added to ``problems``.
     """
     in_fp8 = [name for name in ("rollout", "training") if getattr(recipe, name)]
     try:
@@ -464,9 +461,6 @@ def _modules(
         training = memory.training_memory(sections, model, rows, gpus)
         if training is not None:
             found.append(memory.training_section(sections, training, recipe.training))
-        if recipe.training:
-            notes += small_micro_batches(sections, model, rows)
-            notes += logits_in_many_operations(sections)
     return found
 
 
