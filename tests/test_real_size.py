@@ -197,7 +197,7 @@ def test_the_cache_holds_all_sequences(real: SimpleNamespace) -> None:
     """Sixteen samples of a prompt have its blocks of 16 tokens together, but for the last one."""
     shape = real.model.shape_of("4b")
     tokens = 16 * 496 + 256 * (16 + 1024)
-    # As fp8rl estimate has it; INT8 has 36 layers x 2 x 8 heads of 4 bytes of scales more.
+    # INT8 has 36 layers x 2 x 8 heads of 4 bytes of scales more.
     for dtype, each in (("auto", 147_456), ("fp8_e4m3", 73_728), ("int8_per_token_head", 76_032)):
         needed = tokens * each
         assert needed < real.runs.cache_bytes(shape, 16, 256, dtype) < 1.04 * needed

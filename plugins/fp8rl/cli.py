@@ -22,7 +22,7 @@ from fp8rl.adapters import ConfigRequest, Diagnosis, EngineAdapter, ExactRequest
 from fp8rl.errors import Fp8RLError, OptionError, PluginError, UnsupportedError
 from fp8rl.families import dense_module_names
 from fp8rl.hookspecs import PROJECT
-from fp8rl.model_folder import RECIPE_FILE, folder_config, folder_module_names
+from fp8rl.model_folder import RECIPE_FILE, folder_module_names
 from fp8rl.precision_report import precision_section
 from fp8rl.recipe import RECIPE_ENV
 
@@ -185,64 +185,6 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         loaded = _load_recipe(file, plugins)
         text = yaml.safe_dump(loaded.to_dict(), sort_keys=False)
         Console().print(text, markup=False, soft_wrap=True, end="")
-
-    @app.command("estimate")
-    def estimate(
-        model: Annotated[Path, typer.Option(help="Folder with the config.json of a model.")],
-        gpu: Annotated[str, typer.Option(help="GPU whose measured kernels count: h100 or h200.")],
-        load: Annotated[
-            str, typer.Option(help="Rollout: requests x tokens in x out, e.g. 256x512x1024.")
-        ],
-        recipe: Annotated[
-            str | None, typer.Option(help="Recipe file or JSON; else FP8RL_RECIPE, else defaults.")
-        ] = None,
-        tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel size.")] = 1,
-        ep: Annotated[
-            int, typer.Option("--ep", min=1, help="GPUs that share the experts in training.")
-        ] = 1,
-        fused_loss: Annotated[
-            bool, typer.Option("--fused-loss", help="BF16 and FP8 have a loss in one kernel.")
-        ] = False,
-        logprob_chunks: Annotated[
-            bool,
-            typer.Option(
-                "--logprob-chunks",
-                help="NeMo RL has a logprob_chunk_size: fp8rl goes over the logits once.",
-            ),
-        ] = False,
-        recompute: Annotated[
-            bool, typer.Option("--recompute", help="The backward computes all activations again.")
-        ] = False,
-    ) -> None:
-        """Estimate time and memory of a step of RL in BF16 and FP8, from measured kernels.
-
-        No GPU is needed. The times are those of the GPU's work: host, communication (except those
-        of experts in training), Ray and refits are left out. docs/estimate.md compares them with
-        runs.
-        """
-        # Here, because it imports torch.
-        from fp8rl import estimate as calculator
-
-        table, requests = calculator.find_gpu(gpu), calculator.Load.parse(load)
-        loaded = _load_recipe(recipe, plugins)
-        config, names = folder_config(model), folder_module_names(model)
-        rows = plugins.pin_policy(loaded.pins, names).report()
-        shapes = calculator.Model(config, rows, tp, ep)
-        calculator.require_served(config, loaded)
-        usual: calculator.Loss = "NeMo RL in chunks" if logprob_chunks else "NeMo RL"
-        losses: tuple[calculator.Loss, calculator.Loss] = (
-            "one pass" if fused_loss else usual,
-            "one pass" if fused_loss or (logprob_chunks and loaded.training) else usual,
-        )
-        console = Console()
-        for section in calculator.sections(
-            table, shapes, requests, loaded, tp, losses=losses, recompute=recompute
-        ):
-            console.print(_section_table(section))
-        for note in calculator.notes(
-            table, shapes, requests, tp, loaded, losses=losses, recompute=recompute
-        ):
-            console.print(note, markup=False, soft_wrap=True)
 
     @app.command("export")
     def export(

@@ -157,7 +157,7 @@ def folder_config(folder: Path) -> dict[str, Any]:
 def _unreadable(folder: Path, error: OSError) -> ModelError:
     return ModelError(
         f"'{error.filename or folder}' cannot be read ({error.strerror or error}); give the "
-        "folder of a Hugging Face model (doctor and estimate: --model)."
+        "folder of a Hugging Face model (doctor: --model)."
     )
 
 

@@ -170,10 +170,6 @@ class Sizes:
         biases = self._sum([row for row in rows if self._biased(row.name)], lambda shape: shape[0])
         return weights + biases + self._parameters(rows)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a module's weight on one rank; a tied output layer has no rows."""
-        return self._shape(self._modules[name])
-
     def beside_linears(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of norms, and of tensors that are no module's weight, by full name."""
         shapes = {}

@@ -420,7 +420,7 @@ def test_exit_codes(
         (nemo("good.yaml", *here, "--tp", "2"), "--layers and --tp do not go with --config"),
         (
             nemo("good.yaml", "--source", str(source), "--model", str(tmp_path / "none")),
-            "give the folder of a Hugging Face model (doctor and estimate: --model)",
+            "give the folder of a Hugging Face model (doctor: --model)",
         ),
         (doctor("nemo-rl", "--source", str(source)), "and --source to --environments; give it"),
         (doctor("--config", str(tmp_path / "good.yaml")), "--config needs an engine that looks"),

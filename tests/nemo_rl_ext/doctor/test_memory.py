@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from nemo_rl_ext.config.drivers import DRIVERS
 from nemo_rl_ext.config.keys import Sections
 from nemo_rl_ext.doctor import memory
 
+SHAPES = Path(__file__).resolve().parents[3] / "benchmarks" / "shapes"
 SHAPE = {
     "vocab_size": 1024,
     "hidden_size": 256,
@@ -81,6 +85,15 @@ def test_experts_are_spread_whole_or_split() -> None:
     assert spread.plain == whole.plain
     split = Sizes.from_dict(MOE, 4).bytes(rows, 2, "auto")
     assert split.codes == whole.codes // 4
+
+
+@pytest.mark.parametrize(("precision", "reported"), [("bf16", 15.27), ("fp8", 8.83)])
+def test_weights_take_what_vllm_reports(precision: str, reported: float) -> None:
+    """GiB of Qwen3-8B on one GPU: "Model loading took" in the log of vLLM 0.25.1."""
+    shape = json.loads((SHAPES / "qwen3_8b.json").read_text(encoding="utf-8"))
+    rows = [row if precision == "fp8" else replace(row, precision="bf16") for row in rows_of(shape)]
+    weights = Sizes.from_dict(shape, 1).bytes(rows, 2, "auto").weights
+    assert weights / GIB == pytest.approx(reported, rel=0.01)
 
 
 def test_config_json_with_another_name_or_without_a_number() -> None:
