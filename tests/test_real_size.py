@@ -109,7 +109,7 @@ def test_a_model_with_fewer_experts(
 ) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(real.model, "make_model", lambda folder, shape: made.append(shape))
-    monkeypatch.setattr(real.model, "make_weights", lambda folder, plain: None)
+    monkeypatch.setattr(real.model, "make_weights", lambda folder, plain, heavy_tails: None)
     command = ["real_model.py", "x", "--size", "30b-a3b-12l", "--layers", "4", "--experts"]
     monkeypatch.setattr(sys, "argv", [*command, "32"])
     real.model.main()
