@@ -32,7 +32,6 @@ HEAD = (
     "training",
     "rollout: weights, GiB a GPU",
     "KV cache: bytes a token and GPU",
-    "training: weights, gradients, optimizer, GiB a GPU",
     "with fp8rl",
 )
 _DENSE = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
@@ -165,13 +164,12 @@ def table(source: Path) -> str:
             reason = found.problems[0].replace(f"'{name}'", "this model")
             reasons += [] if reason in reasons else [reason]
             outcome = f"refused ({reasons.index(reason) + 1})"
-        memory = {
-            section.title.partition(":")[0]: {row[0]: row[1] for row in section.rows}
+        rollout = {
+            row[0]: row[1]
             for section in found.sections
-            if section.title.startswith("memory")
+            if section.title.startswith("memory of a GPU in rollout")
+            for row in section.rows
         }
-        rollout = memory.get("memory of a GPU in rollout", {})
-        training = memory.get("memory of a GPU in training", {})
         rows.append(
             (
                 f"`{path}`",
@@ -180,7 +178,6 @@ def table(source: Path) -> str:
                 found.facts.get("training", "").partition(";")[0].replace(" linear layers", ""),
                 rollout.get("weights", "").removesuffix(" GiB"),
                 rollout.get("KV cache, bytes a token", ""),
-                training.get("all of it", "").partition(" ")[0],
                 outcome,
             )
         )

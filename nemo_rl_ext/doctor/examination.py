@@ -51,8 +51,6 @@ _MAPPINGS = (
     "data",
     "on_policy_distillation.non_colocated_teachers.default_teacher_cfg",
     f"{MEGATRON}.fp8_cfg",
-    f"{MEGATRON}.optimizer",
-    f"{MEGATRON}.distributed_data_parallel_config",
     f"{MEGATRON}.model_overrides",
     f"{MEGATRON}.peft",
     "policy.hf_config_overrides",
@@ -71,23 +69,17 @@ _COUNTS = (
     f"{MEGATRON}.tensor_model_parallel_size",
     f"{MEGATRON}.pipeline_model_parallel_size",
     f"{MEGATRON}.context_parallel_size",
-    f"{MEGATRON}.expert_model_parallel_size",
-    f"{MEGATRON}.expert_tensor_parallel_size",
     "cluster.num_nodes",
     "cluster.gpus_per_node",
 )
 """Keys with a positive integer; a missing one counts as 1."""
 _COUNTS_OR_NULL = (
-    f"{MEGATRON}.num_layers_in_first_pipeline_stage",
-    f"{MEGATRON}.num_layers_in_last_pipeline_stage",
     "policy.generation.colocated.resources.num_nodes",
     "policy.generation.colocated.resources.gpus_per_node",
     "policy.generation.vllm_kwargs.kv_cache_memory_bytes",
     "env.reward_model.resources.num_nodes",
     "env.reward_model.resources.gpus_per_node",
 )
-_SHARES = (f"{VLLM}.gpu_memory_utilization", f"{MEGATRON}.optimizer.optimizer_offload_fraction")
-"""Keys with a number from 0 to 1."""
 _CONVERTED = (
     "cluster.",
     f"{MEGATRON}.",
@@ -228,7 +220,11 @@ def _read_numbers(sections: Sections) -> None:
     kinds: tuple[tuple[tuple[str, ...], str, TypeAdapter[Any]], ...] = (
         (_COUNTS, "a positive integer", TypeAdapter(PositiveInt)),
         (_COUNTS_OR_NULL, "a positive integer or null", TypeAdapter(PositiveInt | None)),
-        (_SHARES, "a number from 0 to 1", TypeAdapter(Annotated[float, Field(ge=0, le=1)])),
+        (
+            (f"{VLLM}.gpu_memory_utilization",),
+            "a number from 0 to 1",
+            TypeAdapter(Annotated[float, Field(ge=0, le=1)]),
+        ),
         (SWITCHES, "true or false", TypeAdapter(bool | None)),
     )
     for paths, wanted, number in kinds:
@@ -422,7 +418,7 @@ def _modules(
     gpu_memory: float | None,
     problems: list[str],
 ) -> list[Section]:
-    """Tables of the model's modules and of a GPU's memory, as far as the model is known.
+    """Tables of the model's modules and of a rollout's memory, as far as the model is known.
 
     What is refused is added to ``problems``.
     """
@@ -449,7 +445,6 @@ def _modules(
         else:
             found.append(memory.rollout_section(sections, rollout, gpu_memory, problems))
     if sections.megatron.get("enabled"):
-        gpus = memory.gpus_of(sections).training
         layers = 1 + max(row.layer for row in rows if row.layer is not None)
         stages = sections.megatron.get("pipeline_model_parallel_size", 1)
         if stages > layers:
@@ -457,10 +452,6 @@ def _modules(
                 f"'{MEGATRON}.pipeline_model_parallel_size' is {stages}, more than the model's "
                 f"{layers} layers; lower it."
             )
-            return found
-        training = memory.training_memory(sections, model, rows, gpus)
-        if training is not None:
-            found.append(memory.training_section(sections, training, recipe.training))
     return found
 
 

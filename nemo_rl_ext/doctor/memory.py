@@ -1,25 +1,16 @@
-"""Memory of one GPU in rollout and in training, from a config and the shape of its model.
-
-Weights, KV cache, gradients and optimizer states are counted. Activations, CUDA graphs and buffers
-of communication are not.
-"""
+"""GPUs of a run, and the weights and KV cache of one in rollout, from a config and its model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fp8rl.adapters import Section
 from fp8rl.pinning import PinRow
 from fp8rl.recipe import KVDtype
-from fp8rl.sizes import ADAM_BYTES, GIB, Bytes, Sizes, gib, mib
+from fp8rl.sizes import GIB, Bytes, Sizes, gib, mib
 from nemo_rl_ext.config.keys import Sections
-
-_PRECISION_AWARE_BYTES = 10
-"""The same with ``use_precision_aware_optimizer``, which keeps 2 bytes of a main weight beside the
-BF16 weight (``store_param_remainders``, Megatron-Core's default)."""
-
 
 CACHES: dict[KVDtype, str] = {"fp8_e4m3": "FP8", "int8_per_token_head": "INT8", "auto": "BF16"}
 """Formats of a KV cache, for people."""
@@ -172,115 +163,3 @@ def rollout_section(
         rows.append(("room for the cache", f"{gib(int(cache))} ({why})"))
         rows.append(("tokens that fit", f"{int(cache) // need.kv_per_token:,}"))
     return Section(f"memory of a GPU in rollout: vLLM, TP {ranks}", ("", ""), tuple(rows))
-
-
-@dataclass(frozen=True)
-class Training:
-    """Memory of a Megatron trainer on one GPU, that of the pipeline stage with the most weights."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
-
-
-def training_memory(
-    sections: Sections, model: Mapping[str, Any], rows: Sequence[PinRow], gpus: int
-) -> Training | None:
-    """Count the bytes of a Megatron trainer on one GPU.
-
-    Args:
-        sections: the config, with ``policy.megatron_cfg.enabled``.
-        model: values of the model's ``config.json``.
-        rows: all modules of the model.
-        gpus: number of GPUs that train.
-
-    Returns:
-        None for an optimizer other than Adam, and for LoRA.
-    """
-    megatron = sections.megatron
-    optimizer = megatron.get("optimizer") or {}
-    if optimizer.get("optimizer", "adam") != "adam" or (megatron.get("peft") or {}).get("enabled"):
-        return None
-    tensor, pipeline = (ranks_of(megatron, kind) for kind in ("tensor_model", "pipeline_model"))
-    expert_ranks = ranks_of(megatron, "expert_model") * ranks_of(megatron, "expert_tensor")
-    sizes = Sizes.from_dict(model, tensor, expert_ranks=expert_ranks)
-    dense, experts = max(
-        (
-            [
-                sizes.elements([row for row in stage if (row.kind == "experts") == experts])
-                for experts in (False, True)
-            ]
-            for stage in _stages(rows, megatron, pipeline, sizes.tied)
-        ),
-        key=sum,
-    )
-    itemsize = 2 if sections.policy.get("precision") in ("bfloat16", "float16") else 4
-    ddp = megatron.get("distributed_data_parallel_config") or {}
-    each = _PRECISION_AWARE_BYTES if optimizer.get("use_precision_aware_optimizer") else ADAM_BYTES
-    states = 0
-    for count, ranks in ((dense, tensor), (experts, expert_ranks)):
-        copies = gpus // (ranks * pipeline) if optimizer.get("use_distributed_optimizer") else 1
-        states += each * count // max(copies, 1)
-    if optimizer.get("optimizer_cpu_offload"):
-        states = int(states * (1 - float(optimizer.get("optimizer_offload_fraction") or 0)))
-    return Training(
-        weights=itemsize * (dense + experts),
-        gradients=(4 if ddp.get("grad_reduce_in_fp32") else itemsize) * (dense + experts),
-        optimizer=states,
-    )
-
-
-def training_section(sections: Sections, training: Training, fp8: bool) -> Section:
-    """Describe :class:`Training` in a table; ``fp8`` says whether the trainer runs in FP8."""
-    megatron = sections.megatron
-    tensor, pipeline = (ranks_of(megatron, kind) for kind in ("tensor_model", "pipeline_model"))
-    expert = ranks_of(megatron, "expert_model")
-    layout = f"TP {tensor}, PP {pipeline}" + (f", EP {expert}" if expert > 1 else "")
-    optimizer = megatron.get("optimizer") or {}
-    shared = ", shared by the replicas" if optimizer.get("use_distributed_optimizer") else ""
-    codes = "; FP8 codes come on top in a call, where it has room for them" if fp8 else ""
-    return Section(
-        f"memory of a GPU in training: Megatron, {layout}"
-        + (" (the largest stage)" if pipeline > 1 else ""),
-        ("", ""),
-        (
-            ("weights", gib(training.weights) + codes),
-            ("gradients", gib(training.gradients)),
-            ("main weights, Adam's moments", f"{gib(training.optimizer)}{shared}"),
-            ("all of it", f"{gib(training.total)}, without activations"),
-        ),
-    )
-
-
-def ranks_of(megatron: Mapping[str, Any], kind: str) -> int:
-    """Return a parallel size of the trainer, 1 by default; ``kind`` is e.g. ``tensor_model``."""
-    return int(megatron.get(f"{kind}_parallel_size") or 1)
-
-
-def _stages(
-    rows: Sequence[PinRow], megatron: Mapping[str, Any], count: int, tied: bool
-) -> Iterator[list[PinRow]]:
-    """Yield the modules of each of ``count`` pipeline stages."""
-    layers = 1 + max(row.layer for row in rows if row.layer is not None)
-    ends = {
-        number: int(given)
-        for number, key in ((0, "first"), (count - 1, "last"))
-        if (given := megatron.get(f"num_layers_in_{key}_pipeline_stage"))
-    }
-    middle = -(-(layers - sum(ends.values())) // max(count - len(ends), 1))
-    embedding = [row for row in rows if row.kind == "embed_tokens"]
-    towers = [row for row in rows if row.kind == "tower"]
-    output = [row for row in rows if row.layer is None and row not in (*embedding, *towers)]
-    if tied and count > 1:
-        output += embedding  # the last stage has a copy of it
-    start = 0
-    for number in range(count):
-        stop = layers if number == count - 1 else start + ends.get(number, middle)
-        stage = [row for row in rows if row.layer is not None and start <= row.layer < stop]
-        stage += [*towers, *embedding] if number == 0 else []
-        yield stage + (output if number == count - 1 else [])
-        start = stop

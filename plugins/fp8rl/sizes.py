@@ -29,8 +29,6 @@ from fp8rl.pinning import PinRow
 from fp8rl.recipe import KVDtype, ModuleKind
 
 GIB = 1 << 30
-ADAM_BYTES = 12
-"""Bytes of a parameter's main weight and both moments of Adam, float32."""
 _VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary (vocab_parallel_embedding.py)
 _NEEDED = ("num_hidden_layers", "num_attention_heads")
 

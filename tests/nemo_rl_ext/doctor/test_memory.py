@@ -1,4 +1,4 @@
-"""Memory of a GPU, against parameters counted by transformers and numbers worked out by hand."""
+"""Memory of a GPU in rollout, against transformers' counts and numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -47,14 +47,8 @@ def parameters(model: dict[str, Any]) -> int:
     return sum(parameter.numel() for parameter in made.parameters())
 
 
-def run(megatron: dict[str, Any] | None = None, **vllm: Any) -> Sections:
-    policy = {
-        "precision": "bfloat16",
-        "megatron_cfg": {"enabled": True, **(megatron or {})},
-        "generation": {"vllm_cfg": vllm},
-    }
-    cluster = {"num_nodes": 2, "gpus_per_node": 8}
-    return Sections({"policy": policy, "cluster": cluster}, DRIVERS["grpo"])
+def run(**vllm: Any) -> Sections:
+    return Sections({"policy": {"generation": {"vllm_cfg": vllm}}}, DRIVERS["grpo"])
 
 
 def table(section: Section) -> dict[str, str]:
@@ -62,18 +56,8 @@ def table(section: Section) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("model", [DENSE, MOE, {**DENSE, "tie_word_embeddings": True}])
-@pytest.mark.parametrize("stages", [1, 2, 3])
-def test_stages_of_one_rank_hold_the_whole_model(model: dict[str, Any], stages: int) -> None:
-    sizes = Sizes.from_dict(model, 1, expert_ranks=1)
-    tied = model["tie_word_embeddings"]
-    ends = {"num_layers_in_first_pipeline_stage": 1} if stages == 3 else {}
-    parts = list(memory._stages(rows_of(model), ends, stages, tied))
-    assert len(parts) == stages
-    copy = 1024 * 256 if tied and stages > 1 else 0
-    assert sum(map(sizes.elements, parts)) == parameters(model) + copy
-    if stages == 3:
-        numbers = [sorted({row.layer for row in part if row.layer is not None}) for part in parts]
-        assert numbers == [[0], [1, 2, 3], [4, 5]]
+def test_one_rank_holds_the_whole_model(model: dict[str, Any]) -> None:
+    assert Sizes.from_dict(model, 1).elements(rows_of(model)) == parameters(model)
 
 
 def test_experts_are_spread_whole_or_split() -> None:
@@ -138,64 +122,6 @@ def test_a_cache_of_a_given_size_needs_no_size_of_the_gpu() -> None:
     assert found.weights.kv_per_token == found.bf16_kv_per_token == 6144
     assert shown["tokens that fit"] == "30"
     assert shown["KV cache, bytes a token"] == "6,144"
-
-
-@pytest.mark.parametrize(
-    ("settings", "gradient", "state", "copies"),
-    [
-        ({}, 2, 12, 1),
-        ({"optimizer": {"use_distributed_optimizer": True}}, 2, 12, 16),
-        ({"distributed_data_parallel_config": {"grad_reduce_in_fp32": True}}, 4, 12, 1),
-        (
-            {
-                "optimizer": {
-                    "use_precision_aware_optimizer": True,
-                    "use_distributed_optimizer": True,
-                }
-            },
-            2,
-            10,
-            16,
-        ),
-        (
-            {"optimizer": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}},
-            2,
-            6,
-            1,
-        ),
-    ],
-)
-def test_training(settings: dict[str, Any], gradient: int, state: int, copies: int) -> None:
-    found = memory.training_memory(run(settings), DENSE, rows_of(DENSE), 16)
-    assert found is not None
-    count = parameters(DENSE)
-    assert found == memory.Training(2 * count, gradient * count, state * count // copies)
-    assert found.total == found.weights + found.gradients + found.optimizer
-
-
-def test_training_of_experts_in_stages() -> None:
-    """Experts have other replicas than the rest."""
-    parallel = {
-        "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 2,
-        "expert_model_parallel_size": 4,
-        "expert_tensor_parallel_size": 1,
-        "optimizer": {"use_distributed_optimizer": True},
-    }
-    found = memory.training_memory(run(parallel), MOE, rows_of(MOE), 16)
-    assert found is not None
-    experts = 3 * 8 * 3 * 128 * 256 // 4
-    norms = 3 * (2 * 256 + 2 * 64) + 3 * 8 * 256  # and routers; no rank has less of them
-    dense = 3 * 256 * 64 * (8 + 4 + 4 + 8) // 2 + norms + 1024 * 256 // 2 + 256
-    assert found.weights == 2 * (dense + experts)
-    assert found.optimizer == 12 * dense // 4 + 12 * experts // 2
-    title = memory.training_section(run(parallel), found, fp8=True).title
-    assert title == ("memory of a GPU in training: Megatron, TP 2, PP 2, EP 4 (the largest stage)")
-
-
-def test_what_is_not_counted() -> None:
-    for settings in ({"optimizer": {"optimizer": "sgd"}}, {"peft": {"enabled": True}}):
-        assert memory.training_memory(run(settings), DENSE, rows_of(DENSE), 16) is None
 
 
 @pytest.mark.parametrize(
