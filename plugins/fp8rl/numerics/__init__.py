@@ -14,7 +14,6 @@ Triton kernels on a GPU. Both give the same codes and scales, bit for bit.
 ``dispatch``            the public functions: check the arguments, pick the implementation
 ``formats``             constants, the pair (codes, scale_inv), checks of shapes and dtypes
 ``reference``           the torch reference of everything
-``mx``                  MXFP8: groups of 32 with E8M0 scales; no engine here multiplies them
 ``grouped``             where the rows of each expert lie, and grouped operands
 ``amax``                running amaxes and histograms of amaxes
 ``finite``              checks for NaN and infinities
@@ -55,7 +54,6 @@ from fp8rl.numerics.formats import (
     E4M3_MAX,
     FP8_DTYPE,
     GROUP,
-    MX_GROUP,
     Operand,
     Quantized,
     Stacked,
@@ -70,7 +68,6 @@ from fp8rl.numerics.grouped import (
     on_device,
     stream_of,
 )
-from fp8rl.numerics.mx import dequantize_mx, quantize_mx
 from fp8rl.numerics.reference import amax_edges, mark_inf
 
 __all__ = [
@@ -79,7 +76,6 @@ __all__ = [
     "E4M3_MAX",
     "FP8_DTYPE",
     "GROUP",
-    "MX_GROUP",
     "Addresses",
     "ExpertRows",
     "GroupedColumns",
@@ -95,7 +91,6 @@ __all__ = [
     "count_amax",
     "dequantize_block",
     "dequantize_group",
-    "dequantize_mx",
     "fake_quantize_int8_kv",
     "fake_quantize_kv",
     "mark_inf",
@@ -106,7 +101,6 @@ __all__ = [
     "quantize_blocks",
     "quantize_group",
     "quantize_grouped",
-    "quantize_mx",
     "quantize_operand",
     "quantize_swiglu",
     "quantize_swiglu_grad",

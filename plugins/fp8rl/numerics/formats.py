@@ -13,8 +13,6 @@ FP8_DTYPE = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 BLOCK = (128, 128)
 GROUP = 128
-MX_GROUP = 32
-"""Elements of MXFP8 that share a scale."""
 LEAST_INT8_SCALE = 1e-6
 """Smallest scale of a row of an INT8 KV cache, as in vLLM: a row of zeros has one too."""
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

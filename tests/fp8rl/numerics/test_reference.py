@@ -17,10 +17,8 @@ from fp8rl.numerics import (
     cdiv,
     dequantize_block,
     dequantize_group,
-    dequantize_mx,
     quantize_block,
     quantize_group,
-    quantize_mx,
     quantize_operand,
     quantize_swiglu,
     quantize_swiglu_grad,
@@ -241,38 +239,6 @@ def test_groups_of_any_rank(lead, k, scale_format, seed):
     np.testing.assert_array_equal(quantized.scale_inv.reshape(scale_inv.shape).numpy(), scale_inv)
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    dtype=st.sampled_from(DTYPES),
-    k=st.sampled_from([1, 31, 32, 33, 96, 130]),
-    log2_scale=st.integers(-140, 120),
-    spread=st.sampled_from([0, 8, 40]),
-    specials=special_values,
-    seed=st.integers(0, 1000),
-)
-def test_mxfp8_is_equal_to_the_definition(dtype, k, log2_scale, spread, specials, seed):
-    x = make((3, k), dtype, seed, log2_scale, spread)
-    for place, value in enumerate(specials):
-        x.view(-1)[place * 7 % x.numel()] = value
-    found = quantize_mx(x)
-    codes, scale_inv = expected_blocks(x, (1, 32), "pow2")
-    np.testing.assert_array_equal(found.codes.view(torch.uint8).numpy(), codes)
-    exponents = found.scale_inv.view(torch.uint8).double().numpy() - 127  # of E8M0
-    np.testing.assert_array_equal(2.0**exponents, scale_inv)
-    with np.errstate(over="ignore"):
-        values = (TABLE[codes] * scale_inv.repeat(32, 1)[:, :k]).astype(np.float32)
-    np.testing.assert_array_equal(dequantize_mx(*found).numpy(), values)
-
-
-def test_every_exponent_of_e8m0_and_what_is_no_scale_of_it():
-    x = torch.exp2(torch.arange(-127.0, 120.0, dtype=torch.float64)).float()[:, None] * 448
-    codes, scale_inv = quantize_mx(x.expand(-1, 32).clamp(max=F32_MAX))
-    assert scale_inv.view(torch.uint8)[:, 0].tolist() == list(range(247))
-    assert torch.equal(dequantize_mx(codes, scale_inv)[:, :1], x)
-    with pytest.raises(UnsupportedError, match=r"float8_e8m0fnu, not torch\.float32; use dequan"):
-        dequantize_mx(codes, scale_inv.float())
-
-
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
 def test_empty(shape):
     codes, scale_inv = quantize_block(torch.zeros(shape))
@@ -404,16 +370,6 @@ class TestUpstream:
         quantize = inspect.unwrap(module.per_block_cast_to_fp8)  # without its torch.compile
         found = quantize(self.W, use_ue8m0=scale_format == "pow2")
         self.agree(*found, scale_format)
-
-    def test_vllm_mxfp8(self):
-        module = pytest.importorskip(
-            "vllm.model_executor.layers.quantization.utils.mxfp8_utils",
-            reason="vLLM is not installed",
-        )
-        codes, scales = module._mxfp8_e4m3_quantize_torch(self.W)
-        ours = quantize_mx(self.W)
-        assert torch.equal(ours.codes.view(torch.uint8), codes.view(torch.uint8))
-        assert torch.equal(ours.scale_inv.view(torch.uint8), scales)
 
 
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
