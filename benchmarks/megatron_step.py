@@ -211,9 +211,7 @@ def calibration(trainer: Trainer) -> dict[str, float]:
     deviation = 1.4826 * statistics.median(abs(one - added) for one in differences)
     host = added_host(trainer, observer)
     observer.close()
-    kernels, of_percentile = (
-        len(trainer.batches) * observer_kernels(trainer, percentile) for percentile in (None, 99.9)
-    )
+    kernels = len(trainer.batches) * observer_kernels(trainer)
     return {
         "step_milliseconds": plain,
         "pairs": len(pairs),
@@ -221,7 +219,6 @@ def calibration(trainer: Trainer) -> dict[str, float]:
         "standard_error": 1.2533 * deviation / len(differences) ** 0.5,
         "host_microseconds_a_layer": host,
         "kernel_milliseconds": kernels,
-        "percentile_kernel_milliseconds": of_percentile,
         "added_share": added / plain,
         "kernel_share": kernels / plain,
     }
@@ -239,9 +236,9 @@ def added_host(trainer: Trainer, observer: QKVObserver) -> float:
     return 1e3 * added / trainer.shape.num_hidden_layers
 
 
-def observer_kernels(trainer: Trainer, percentile: float | None) -> float:
+def observer_kernels(trainer: Trainer) -> float:
     """GPU milliseconds of what an observer runs in one forward, without waits for the host."""
-    observer = QKVObserver(trainer.ddp, percentile=percentile)
+    observer = QKVObserver(trainer.ddp)
     observer.close()  # of the model; its hooks are called here
     heads = (trainer.shape.num_attention_heads, *[trainer.shape.num_key_value_heads] * 2)
     rows = trainer.options.tokens // trainer.options.sequence
@@ -337,8 +334,7 @@ def main() -> None:
     step = cost["step_milliseconds"]
     console.print(
         f"observers: {cost['added_share']:+.2%} of a step of {step:.1f} ms (standard error "
-        f"{cost['standard_error'] / step:.2%}), kernels alone {cost['kernel_share']:.2%}, of a "
-        f"percentile {cost['percentile_kernel_milliseconds'] / step:.2%}; host "
+        f"{cost['standard_error'] / step:.2%}), kernels alone {cost['kernel_share']:.2%}; host "
         f"{cost['host_microseconds_a_layer']:.0f} us a layer"
     )
 

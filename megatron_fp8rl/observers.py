@@ -18,12 +18,15 @@ from torch import Tensor
 from fp8rl.errors import CheckpointError, UnsupportedError
 from fp8rl.kv_scales import ROLES, scales_from_amax
 from megatron_fp8rl import compat
-from megatron_fp8rl.amax import MaximumTable, PercentileTable
+from megatron_fp8rl.amax import MaximumTable
 from megatron_fp8rl.export import ModelChunks, device_of, unwrap_chunks
+
+_KEY = "amax"
+"""Name of the table in a checkpoint."""
 
 
 class QKVObserver:
-    """Observe the amax of q, k and v per global decoder layer, or a percentile of it.
+    """Observe the amax of q, k and v per global decoder layer.
 
     The device is not synchronised until :meth:`amax` or :meth:`scales` is called, and activations
     that are recomputed do no harm. Padding tokens are observed like any other token, as in NeMo RL;
@@ -32,24 +35,13 @@ class QKVObserver:
     Args:
         model_chunks: this rank's GPTModel or virtual-pipeline chunks, plain or wrapped.
         enabled: whether to observe from the start; see :meth:`observing`.
-        percentile: percentile of the amax of each head of each token, e.g. 99.9, so that a few
-            outliers, which are clamped then, do not reduce the resolution of all other values; the
-            maximum by default.
 
     Raises:
-        UnsupportedError: multi-latent attention, a layer without ``core_attention``, chunks that
-            hold a layer twice, or a percentile outside (0, 100].
+        UnsupportedError: multi-latent attention, a layer without ``core_attention``, or chunks
+            that hold a layer twice.
     """
 
-    def __init__(
-        self, model_chunks: ModelChunks, *, enabled: bool = True, percentile: float | None = None
-    ) -> None:
-        number = isinstance(percentile, int | float) and not isinstance(percentile, bool)
-        if percentile is not None and not (number and 0.0 < percentile <= 100.0):
-            raise UnsupportedError(
-                f"percentile={percentile!r} is not within (0, 100]; give e.g. 99.9, or leave "
-                "it out for the maximum."
-            )
+    def __init__(self, model_chunks: ModelChunks, *, enabled: bool = True) -> None:
         chunks = unwrap_chunks(model_chunks)
         attentions = dict(core_attentions(chunks))
         self.enabled = enabled
@@ -58,12 +50,7 @@ class QKVObserver:
         linear = compat.linear_attention_layers(config)
         self.layers = [number for number, flag in enumerate(linear) if not flag]
         """Global numbers of the layers with keys and values, on all ranks."""
-        device = device_of(chunks)
-        self._amax = (
-            MaximumTable(self.num_layers, device)
-            if percentile is None
-            else PercentileTable(self.num_layers, device, percentile)
-        )
+        self._amax = MaximumTable(self.num_layers, device_of(chunks))
         # First in line: the trainer's own attention may see k and v after FP8 (kv_cache.py).
         self._handles = [
             module.register_forward_pre_hook(self._hook(layer), prepend=True)
@@ -89,9 +76,8 @@ class QKVObserver:
             group: process group with the ranks of this model; the world by default.
 
         Returns:
-            float32 ``[num_layers, 3]`` on the model's device, columns q, k, v: the maximum, or the
-            percentile. NaN where any rank saw a NaN, 0 where no rank saw a token, and in layers
-            without keys and values.
+            float32 ``[num_layers, 3]`` on the model's device, columns q, k, v. NaN where any
+            rank saw a NaN, 0 where no rank saw a token, and in layers without keys and values.
         """
         return self._amax.reduced(group)
 
@@ -122,13 +108,12 @@ class QKVObserver:
         self._handles.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's table on the CPU: ``{"amax": float32 [num_layers, 3]}``, with a
-        percentile ``{"counts": int64 [num_layers, 3, bins]}``.
+        """Return this rank's table on the CPU: ``{"amax": float32 [num_layers, 3]}``.
 
         A pipeline or tensor-parallel rank saw its own part only: a checkpoint that one rank writes
         for all stores :meth:`amax` under the same key instead.
         """
-        return {self._amax.key: self._amax.table.cpu().clone()}
+        return {_KEY: self._amax.table.cpu().clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a saved table; what was seen so far is replaced.
@@ -136,16 +121,16 @@ class QKVObserver:
         Raises:
             CheckpointError: the state does not belong to an observer of this model.
         """
-        own, key = self._amax.table, self._amax.key
-        table = state.get(key) if isinstance(state, Mapping) and set(state) == {key} else None
+        own = self._amax.table
+        table = state.get(_KEY) if isinstance(state, Mapping) and set(state) == {_KEY} else None
         if not isinstance(table, Tensor):
             raise CheckpointError(
-                f"The observer's state is {reprlib.repr(state)}, it needs '{key}' alone; "
-                "give what state_dict() of an observer with the same percentile returned."
+                f"The observer's state is {reprlib.repr(state)}, it needs '{_KEY}' alone; "
+                "give what state_dict() of an observer returned."
             )
         if table.shape != own.shape or table.dtype != own.dtype:
             raise CheckpointError(
-                f"The observer's '{key}' is {table.dtype} {tuple(table.shape)}, it must be "
+                f"The observer's '{_KEY}' is {table.dtype} {tuple(table.shape)}, it must be "
                 f"{str(own.dtype).removeprefix('torch.')} {tuple(own.shape)}; the checkpoint is of "
                 "another model."
             )

@@ -80,8 +80,7 @@ def scales_from_amax(
     the very keys and values of the rollout. It costs no precision: E4M3 is a floating format.
 
     Args:
-        amax: ``[num_layers, 3]``, the observers' amax of q, k and v for each global layer; a
-            percentile may stand in for the amax.
+        amax: ``[num_layers, 3]``, the observers' amax of q, k and v for each global layer.
         margin: headroom factor, at least 1.
         layers: global numbers of the layers with keys and values; None: all of them.
 

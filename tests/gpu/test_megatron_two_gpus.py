@@ -167,10 +167,9 @@ def test_trainer_codes_equal_codes_of_the_exported_weights(ranks, name, scale_fo
 
 
 @each_topology
-@pytest.mark.parametrize("kind", ["amax", "percentiles"])
-def test_kv_scales_equal_one_gpu(ranks, name, kind):
+def test_kv_scales_equal_one_gpu(ranks, name):
     exact = "" if _same_products(name) else None
-    checks.check_kv_scales(name, ranks.of(name), single(ranks, name), kind, exact)
+    checks.check_kv_scales(name, ranks.of(name), single(ranks, name), exact)
 
 
 @each_topology

@@ -229,12 +229,6 @@ def test_a_scale_that_is_no_number(value):
     cache.set({**scales, 3: 1.0})  # other entries are left out
 
 
-@pytest.mark.parametrize("percentile", [0, -1, 100.1, "99", float("nan"), True])
-def test_a_percentile_that_is_none(percentile):
-    with pytest.raises(UnsupportedError, match="is not within"):
-        QKVObserver(build_gpt(dense()), percentile=percentile)
-
-
 @pytest.mark.parametrize("state", [None, [], {}, {"amax": 1}, {"counts": torch.zeros(1)}])
 def test_a_state_of_no_observer(state):
     with pytest.raises(CheckpointError, match="it needs 'amax' alone"):

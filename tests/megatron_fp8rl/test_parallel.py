@@ -90,10 +90,9 @@ def test_trainer_codes_equal_codes_of_the_exported_weights(single, ranks, name, 
 
 
 @each_topology
-@pytest.mark.parametrize("kind", ["amax", "percentiles"])
-def test_kv_scales_equal_one_process(single, ranks, name, kind):
+def test_kv_scales_equal_one_process(single, ranks, name):
     exact = "" if TOPOLOGIES[name].tp == 1 else ".layers.0."  # of all, or of the first layer
-    checks.check_kv_scales(name, ranks.of(name), single_run(single, name), kind, exact)
+    checks.check_kv_scales(name, ranks.of(name), single_run(single, name), exact)
 
 
 @each_topology

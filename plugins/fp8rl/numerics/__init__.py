@@ -15,7 +15,7 @@ Triton kernels on a GPU. Both give the same codes and scales, bit for bit.
 ``formats``             constants, the pair (codes, scale_inv), checks of shapes and dtypes
 ``reference``           the torch reference of everything
 ``grouped``             where the rows of each expert lie, and grouped operands
-``amax``                running amaxes and histograms of amaxes
+``amax``                running amaxes
 ``finite``              checks for NaN and infinities
 ``triton/quantize``     blocks and groups of one tensor; functions that all kernels share
 ``triton/multi_tensor`` many weights in one launch; the finite check
@@ -24,12 +24,12 @@ Triton kernels on a GPU. Both give the same codes and scales, bit for bit.
 ``triton/grouped``      operands of many experts in one launch
 ``triton/activations``  SiLU and product, or RMS norm, with the quantization of the result
 ``triton/swiglu``       SwiGLU and its gradient with the quantization of the result, both dimensions
-``triton/amax``         running amaxes and histograms of q, k and v in one launch
+``triton/amax``         running amaxes of q, k and v in one launch
 ``triton/kv_cache``     K and V as an FP8 KV cache holds them, in one launch
 ======================= ==========================================================================
 """
 
-from fp8rl.numerics.amax import amax_into, count_amax
+from fp8rl.numerics.amax import amax_into
 from fp8rl.numerics.dispatch import (
     dequantize_block,
     dequantize_group,
@@ -49,7 +49,6 @@ from fp8rl.numerics.dispatch import (
 )
 from fp8rl.numerics.finite import all_finite, parts, start_finite_check
 from fp8rl.numerics.formats import (
-    AMAX_BINS,
     BLOCK,
     E4M3_MAX,
     FP8_DTYPE,
@@ -68,10 +67,9 @@ from fp8rl.numerics.grouped import (
     on_device,
     stream_of,
 )
-from fp8rl.numerics.reference import amax_edges, mark_inf
+from fp8rl.numerics.reference import mark_inf
 
 __all__ = [
-    "AMAX_BINS",
     "BLOCK",
     "E4M3_MAX",
     "FP8_DTYPE",
@@ -85,10 +83,8 @@ __all__ = [
     "Quantized",
     "Stacked",
     "all_finite",
-    "amax_edges",
     "amax_into",
     "cdiv",
-    "count_amax",
     "dequantize_block",
     "dequantize_group",
     "fake_quantize_int8_kv",

@@ -18,12 +18,6 @@ LEAST_INT8_SCALE = 1e-6
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SCALE_FORMATS = get_args(ScaleFormat)
 
-# A bin of an amax histogram is the leading bits of its members as float32: the exponent and five
-# bits of the mantissa, 32 bins to an octave, from 2**-32 to 2**32.
-AMAX_SHIFT = 23 - 5
-AMAX_FIRST = (127 - 32) << 5
-AMAX_BINS = 64 << 5
-
 
 class Quantized(NamedTuple):
     """FP8 codes with the factors that multiply them back: ``x = codes * scale_inv``.

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from fp8rl.numerics.formats import (
-    AMAX_BINS,
-    AMAX_FIRST,
-    AMAX_SHIFT,
     BLOCK,
     E4M3_MAX,
     FP8_DTYPE,
@@ -297,25 +294,3 @@ def amax_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         if x.numel():
             # The norm keeps NaN and needs no copy of |x|.
             torch.maximum(cell, torch.linalg.vector_norm(x.detach(), torch.inf), out=cell)
-
-
-def count_amax(counts: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """See :func:`fp8rl.numerics.count_amax`."""
-    for row, x in zip(counts, tensors, strict=True):
-        if x.numel():
-            low, high = torch.aminmax(x.detach(), dim=-1)
-            amax = torch.maximum(low.abs(), high.abs()).float().flatten()
-            bins = (amax.view(torch.int32) >> AMAX_SHIFT) - AMAX_FIRST
-            bins = bins.clamp_(0, AMAX_BINS - 1).masked_fill_(~amax.isfinite(), AMAX_BINS).long()
-            row.scatter_add_(0, bins, torch.ones_like(bins))
-
-
-def amax_edges(bins: torch.Tensor) -> torch.Tensor:
-    """Upper ends (float32) of bins of :func:`fp8rl.numerics.count_amax`.
-
-    An end is at most 1/32 above the members of its bin, except for amaxes outside the range.
-
-    Args:
-        bins: integer bin numbers, any shape.
-    """
-    return ((bins + 1 + AMAX_FIRST) << AMAX_SHIFT).int().view(torch.float32)

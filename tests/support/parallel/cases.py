@@ -62,7 +62,6 @@ def train(
     run = Run(topology, weights, device)
     assert run.conversion is not None
     observer = QKVObserver(run.model, enabled=False)
-    percentiles = QKVObserver(run.model, enabled=False, percentile=90.0)
     result: dict[str, Any] = {"int8": _loss_over_int8(run) if topology.has_int8 else None}
     cache = KVCacheInTraining(run.model)
     result |= {
@@ -72,11 +71,10 @@ def train(
         "losses": [],
     }
     for step in range(STEPS):
-        with observer.observing(step == 0), percentiles.observing(step == 0):
+        with observer.observing(step == 0):
             loss = run.forward_backward(step)
         if step == 0:
             result["amax"] = _by_name(observer)  # as scales they would be rounded
-            result["percentiles"] = _by_name(percentiles)
             scales = observer.scales(margin=1.0)
             cache.set({name: scale / 4 for name, scale in scales.items()})  # clips
         if loss is not None:

@@ -159,29 +159,21 @@ def check_codes(name: str, both: list[dict], scale_format: str) -> None:
     assert counts["model.layers.0.mlp.gate_proj"][0] == gate + gate // 128**2
 
 
-def check_kv_scales(
-    name: str, both: list[dict], single: dict, kind: str, exact: str | None
-) -> None:
+def check_kv_scales(name: str, both: list[dict], single: dict, exact: str | None) -> None:
     """Args:
-    kind: "amax" or "percentiles".
     exact: part of the names of those that are the same to the bit; None for none.
     """
     topology = topology_of(name)
-    expected = single[kind]
+    expected = single["amax"]
     assert len(expected) == 3 * LAYERS
-    if kind == "percentiles":  # counted over the tokens and heads of all ranks
-        largest = single["amax"]
-        assert sum(expected[key] < largest[key] for key in expected) > len(expected) // 2
     for rank in both:
-        assert set(rank[kind]) == set(expected)
-        for scale_name, scale in rank[kind].items():
+        assert set(rank["amax"]) == set(expected)
+        for scale_name, scale in rank["amax"].items():
             tolerance = (
                 0.0
                 if exact is not None and exact in scale_name
                 else SCALE_TOLERANCE[topology.dtype]
             )
-            if kind == "percentiles" and tolerance:
-                tolerance = 2 ** (1 / 16) - 1 + tolerance  # the next bin
             torch.testing.assert_close(scale, expected[scale_name], rtol=tolerance, atol=0.0)
 
 
