@@ -39,7 +39,7 @@ E   ImportError: no z</error></testcase>"""
 def test_rows_have_one_name_each_and_are_chosen_by_pattern() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert choose([]) == list(ROWS)
-    assert [row.torch for row in choose(["vllm-0.2[56]*"])] == ["2.11.0", "2.11.0"]
+    assert [row.torch for row in choose(["vllm-0.2*"])] == ["2.11.0"]
     with pytest.raises(ValueError, match=r"'vllm-9'; choose among vllm-0\.25\.1"):
         choose(["vllm-0.32.0", "vllm-9"])
 
@@ -176,7 +176,7 @@ def test_rows_that_cannot_be_built_say_so(
     ("named", "outcomes", "code"),
     [
         ([], [results.PASSED, results.SKIPPED], 0),
-        (["vllm-0.25.1", "vllm-0.26.0"], [results.PASSED, results.SKIPPED], 1),
+        (["vllm-0.25.1", "vllm-0.32.0"], [results.PASSED, results.SKIPPED], 1),
         ([], [results.PASSED, results.NOT_BUILT], 3),
         ([], [results.REFUSED, results.NOT_BUILT], 1),
         ([], [results.FAILED, results.PASSED], 1),

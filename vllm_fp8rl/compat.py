@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 OLDEST = (0, 25, 1)
 """The first release that is served. A later one is served if every probe of
 :mod:`vllm_fp8rl.patches.probes` passes, and without a warning if it is tested."""
-TESTED = ("0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
-"""Releases whose CPU build ran the tests."""
+TESTED = ("0.25.1", "0.32.0")
+"""Releases whose CPU build runs the tests: NeMo RL's pin and the newest."""
 GPU_TESTED = ("0.25.1", "0.26.0", "0.32.0")
 """Releases that ran the tests on a GPU."""
 GPU_CAPABILITIES = ((8, 9), (9, 0))
@@ -79,7 +79,7 @@ def remedy() -> str:
     tested = TESTED if built_for_cpus() else GPU_TESTED
     others = [release for release in tested if release != installed_version()]
     return (
-        f"install one of the tested releases ({', '.join(others)}), or start the engine without "
+        f"install a tested release ({', '.join(others)}), or start the engine without "
         "quantization='fp8rl'"
     )
 

@@ -24,7 +24,7 @@ class Steps:
     """Runs commands for one row.
 
     Args:
-        label: what is printed before each step, such as ``[2/14] vllm-0.26.0``.
+        label: what is printed before each step, such as ``[2/8] vllm-0.32.0``.
         log: file that gets all output.
         folder: where commands run.
     """

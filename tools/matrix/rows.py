@@ -64,11 +64,9 @@ def _megatron(version: str) -> Row:
 
 
 ROWS = (
-    # After a reload, engines that vLLM 0.25.1 starts in the same process have wrong positions.
+    # NeMo RL's pin. After a reload, engines that start in the same process have wrong positions.
     _vllm("0.25.1", torch="2.11.0", alone=RELOADS, refuses=(*NO_EXPERTS, *NO_DELTA_NETS)),
-    _vllm("0.26.0", torch="2.11.0", refuses=NO_EXPERTS),
-    *(_vllm(v, refuses=NO_EXPERTS) for v in ("0.27.1", "0.28.0", "0.29.0")),
-    *(_vllm(v) for v in ("0.30.0", "0.31.0", "0.32.0")),
+    _vllm("0.32.0"),
     *(_megatron(v) for v in ("0.15.3", "0.16.0", "0.16.1")),
     # Its modules import triton without asking whether there is a GPU.
     Row("megatron-lm-main", "megatron", ("triton",), (MEGATRON_TESTS,), source="MEGATRON_LM_SRC"),
