@@ -44,7 +44,6 @@ EXACT = {
     "policy.megatron_cfg.optimizer.lr": 1e-3,
     "policy.megatron_cfg.optimizer.min_lr": 1e-3,
 }
-INT8 = {"fp8rl.kv_cache.dtype": "int8_per_token_head", "policy.sequence_packing.enabled": False}
 APART = {"++policy.generation.vllm_kwargs.distributed_executor_backend": "mp"}
 MODULES = (
     "accelerate",
@@ -239,11 +238,12 @@ def test_a_guard_puts_bf16_engines_in_the_place_of_fp8_ones(fallen_back: Run) ->
     assert not fallen_back.source_changed
 
 
-@pytest.mark.parametrize("more", [{}, INT8], ids=["FP8 cache, packed", "INT8 cache, not packed"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "not packed"])
 def test_with_exact_every_logprob_of_every_step_is_the_rollouts(
-    more: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+    packed: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    done = drive(tmp_path_factory, 1, STEPS, EXACT | more, "fp8rl-exact")
+    more = EXACT | {"policy.sequence_packing.enabled": packed}
+    done = drive(tmp_path_factory, 1, STEPS, more, "fp8rl-exact")
     assert "log-probabilities are computed as the rollouts' are" in done.log
     curves = done.result["curves"]
     assert curves["train/fp8rl/equal_logprobs"] == [1.0] * STEPS

@@ -1,4 +1,4 @@
-"""Lets NeMo RL's DTensor and vLLM workers run where there is no GPU: for test_drivers.py alone.
+"""Lets NeMo RL's policy and vLLM workers run where there is no GPU: for test_drivers.py alone.
 
 Ray runs :func:`setup` at the start of every worker process. It changes nothing by itself; it waits
 for the modules of NeMo RL below and, as each is imported, replaces the few things in it that only
@@ -20,6 +20,9 @@ GPUs of Ray         vLLM's workers for CPUs take their shares of them, so that i
                     can start several
 sleep mode of vLLM  said to be there; vLLM's CPU worker itself takes sleeping and waking as no-ops
 ==================  ============================================================================
+
+For the Megatron worker :class:`megatron_fp8rl.testing.cpu_shim.CpuShim` is switched on too, nothing
+is moved off a GPU, and ``megatron_shims`` beside this folder stands for Transformer Engine.
 
 All else is real: Ray, its actors and placement groups, the driver and its loop, the ZMQ protocol
 and the packing of a refit, vLLM's engine, executor and CPU kernels, FSDP, the optimizer, the loss,
