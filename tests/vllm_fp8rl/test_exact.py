@@ -28,12 +28,13 @@ from megatron_fp8rl.kv_cache import KVCacheInTraining
 from megatron_fp8rl.testing.cpu_shim import CpuShim
 from support.engine import Engine
 from support.megatron import hf_gpt, one_process
+from vllm_fp8rl.compat import int8_pages_have_scales
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.tiny import make_family_checkpoint
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
 MODELS = {"llama": SHAPE | {"head_dim": 64}, "qwen3": SHAPE | {"head_dim": 128}}
-CACHES = ("fp8_e4m3", "int8_per_token_head", "auto")
+CACHES = ("fp8_e4m3", *(() if int8_pages_have_scales() else ("int8_per_token_head",)), "auto")
 SMALL = {
     "dtype": "bfloat16",
     "block_size": 32,

@@ -40,7 +40,7 @@ from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
 from vllm_fp8rl.attention.batch import extended
 from vllm_fp8rl.attention.cpu_exact import Int8Cache, attend_requests
 from vllm_fp8rl.attention.exact import is_exact, require_served
-from vllm_fp8rl.compat import attention_isa
+from vllm_fp8rl.compat import attention_isa, int8_pages_have_scales
 from vllm_fp8rl.names import uses_fp8rl
 from vllm_fp8rl.quantization.kv_cache import INT8_KV_DTYPE, check_kv_cache_dtype
 
@@ -181,6 +181,11 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
                 raise UnsupportedError(
                     f"There is no KV cache of dtype '{dtype}' on a CPU without exact; set "
                     "kv_cache_dtype to 'fp8' or 'auto'."
+                )
+            if dtype == INT8_KV_DTYPE and int8_pages_have_scales():
+                raise UnsupportedError(
+                    f"vLLM before 0.28 has no KV cache of dtype '{dtype}' on a CPU; install a "
+                    "later one, or set kv_cache.dtype to fp8_e4m3."
                 )
             # The kernel reads the decoded copy. For a cache in FP8 vLLM before 0.29 chooses it
             # here, and asks for AVX-512.

@@ -21,6 +21,7 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
+from vllm_fp8rl.attention import cpu
 from vllm_fp8rl.attention.cpu import (
     Fp8RLCpuImpl,
     Fp8RLCpuMetadata,
@@ -341,6 +342,18 @@ def test_refuses(engine: Engine, kv_cache_dtype: str, changes: dict, message: st
         pytest.raises(UnsupportedError, match=message),
     ):
         make_impl(kv_cache_dtype, **changes)
+
+
+def test_an_int8_cache_with_exact_needs_pages_of_codes_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "is_exact", lambda _: True)
+    monkeypatch.setattr(cpu, "int8_pages_have_scales", lambda: True)
+    with (
+        set_current_vllm_config(config_of(engine)),
+        pytest.raises(UnsupportedError, match=r"before 0\.28.*'int8_per_token_head'.*fp8_e4m3"),
+    ):
+        make_impl("int8_per_token_head")
 
 
 def test_refuses_a_cache_with_gaps_between_blocks(engine: Engine) -> None:
