@@ -34,7 +34,9 @@ from vllm_fp8rl.testing.tiny import make_checkpoint as make_checkpoint
 
 # Where another test has imported torch already, the variable above comes too late, and an engine in
 # a process of its own, which reads it, would sum in another order.
-torch.set_num_threads(1)
+set_threads = torch.set_num_threads
+"""Sets the threads of a process; vLLM's worker on a CPU puts one that does nothing in its place."""
+set_threads(1)
 
 LAYERS = 2
 VOCAB = 512

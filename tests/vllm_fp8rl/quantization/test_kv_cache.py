@@ -15,7 +15,7 @@ from fp8rl import Recipe
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_name
 from fp8rl.recipe import KVCache
-from support.engine import Engine
+from support.engine import Engine, set_threads
 
 pytest.importorskip("vllm")
 from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
@@ -281,6 +281,14 @@ def test_speculation_with_a_cache_of_its_own_beside_a_cache_of_8_bits(method: st
     check_speculation("auto", chosen)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The proposer of drafts leaves as many threads as there are cores to the engines after it."""
+    yield
+    set_threads(1)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_drafts_from_the_prompt_give_the_tokens_of_an_engine_without(
     checkpoints: dict[str, Path], engine: Engine, other_engine: Callable[..., Engine]
 ) -> None:
