@@ -193,16 +193,14 @@ class ExactCore(Fp8Module):
                 attention_bias=attention_bias,
                 packed_seq_params=packed_seq_params,
             )
-        kinds = [AttnMaskType.causal]
-        if packed_seq_params is not None:
-            kinds.append(AttnMaskType.padding_causal)
+        packed = packed_seq_params is not None
+        kinds = [AttnMaskType.causal, *([AttnMaskType.padding_causal] if packed else [])]
         if attn_mask_type not in kinds or attention_bias is not None:
             raise UnsupportedError(
                 f"exact computes causal attention, and this layer has attn_mask_type "
                 f"{attn_mask_type} and {'no' if attention_bias is None else 'an'} attention_bias; "
                 f"build the model with AttnMaskType.causal and give no bias, {_REMEDY}"
             )
-        packed = packed_seq_params is not None
         if attention_mask is not None and (packed or not _is_causal(attention_mask, len(query))):
             raise UnsupportedError(
                 "exact computes causal attention, and attention_mask is not the causal one; give "

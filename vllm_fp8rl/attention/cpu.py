@@ -215,14 +215,8 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
             )
 
     def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
-        if self.stores_fp8:
-            self._store(*args, **kwargs)
-        elif self._int8 is not None:
-            self._store_int8(*args, **kwargs)
-        elif self.exact:
-            self._store_plain(*args, **kwargs)
-        else:
-            super().do_kv_cache_update(*args, **kwargs)
+        ours = self.stores_fp8 or self.exact
+        (self._store if ours else super().do_kv_cache_update)(*args, **kwargs)
 
     def _store(
         self,
@@ -232,44 +226,24 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Quantize ``key`` and ``value`` ``[tokens, kv_heads, head_size]`` into their slots."""
+        """Write ``key`` and ``value`` ``[tokens, kv_heads, head_size]`` into their slots."""
+        rows = self._token_rows(kv_cache)
+        if self._int8 is not None:
+            self._int8.store(rows, slot_mapping, key, value)
+            return
         tokens = slot_mapping.numel()
-        shape = (tokens, 2, self.num_kv_heads, self.head_size)
-        pair = torch.empty(shape, dtype=torch.float32)
-        pair[:, 0].copy_(key[:tokens]).div_(layer._k_scale_float)
-        pair[:, 1].copy_(value[:tokens]).div_(layer._v_scale_float)
-        codes = pair.clamp_(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE).view(torch.uint8).flatten(1)
-        self._write(kv_cache, slot_mapping, codes)
-
-    def _store_plain(
-        self,
-        layer: Any,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        pair = torch.stack((key, value), 1)[: slot_mapping.numel()]
-        self._write(kv_cache, slot_mapping, pair.flatten(1))
-
-    def _write(
-        self, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, rows: torch.Tensor
-    ) -> None:
+        if self.stores_fp8:
+            shape = (tokens, 2, self.num_kv_heads, self.head_size)
+            pair = torch.empty(shape, dtype=torch.float32)
+            pair[:, 0].copy_(key[:tokens]).div_(layer._k_scale_float)
+            pair[:, 1].copy_(value[:tokens]).div_(layer._v_scale_float)
+            pair = pair.clamp_(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE).view(torch.uint8)
+        else:
+            pair = torch.stack((key[:tokens], value[:tokens]), 1)
         padding = slot_mapping < 0
         if padding.any():
-            rows, slot_mapping = rows[~padding], slot_mapping[~padding]
-        self._token_rows(kv_cache).index_copy_(0, slot_mapping.long(), rows)
-
-    def _store_int8(
-        self,
-        layer: Any,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        assert self._int8 is not None
-        self._int8.store(self._token_rows(kv_cache), slot_mapping, key, value)
+            pair, slot_mapping = pair[~padding], slot_mapping[~padding]
+        rows.index_copy_(0, slot_mapping.long(), pair.flatten(1))
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         attend = self._attend if self.stores_fp8 or self.exact else super().forward
