@@ -28,7 +28,7 @@ from fp8rl.kernels import implementation, reference, require_fp8_linears
 from fp8rl.kernels.rotary_table import cos_sin_table, inverse_frequencies
 from fp8rl.numerics import GROUP, fake_quantize_int8_kv, fake_quantize_kv
 from megatron_fp8rl import compat
-from megatron_fp8rl.experts import ExactMoELayer, ExactRouter, check_experts
+from megatron_fp8rl.experts import ExactMoELayer, ExactRouter, check_experts, require_options
 from megatron_fp8rl.linear import Fp8Module
 from megatron_fp8rl.norms import SharedRMSNorm
 from megatron_fp8rl.sites import sites
@@ -327,11 +327,7 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
         ("add_qkv_bias", config.add_qkv_bias, False),
         ("add_bias_linear", config.add_bias_linear, False),
     ]
-    for what, value, good in needed:
-        if value != good:
-            raise UnsupportedError(
-                f"exact needs {what} {good!r} in the trainer, not {value!r}; change it, {_REMEDY}"
-            )
+    require_options(needed)
     for layer in chunk.decoder.layers:
         if type(layer.self_attention) is not SelfAttention:
             raise UnsupportedError(

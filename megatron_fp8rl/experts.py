@@ -118,6 +118,15 @@ def check_experts(layer: Any) -> None:
         ("moe_apply_probs_on_input", config.moe_apply_probs_on_input, False),
         ("moe_enable_routing_replay", config.moe_enable_routing_replay, False),
     ]
+    require_options(needed)
+
+
+def require_options(needed: list[tuple[str, Any, Any]]) -> None:
+    """Raise UnsupportedError for the first option whose value is another than the good one.
+
+    Args:
+        needed: name, value and good value of each.
+    """
     for what, value, good in needed:
         if value != good:
             raise UnsupportedError(
