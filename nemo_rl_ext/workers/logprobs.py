@@ -20,6 +20,7 @@ import torch
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.kernels import implementation
+from fp8rl.kernels.vocabulary import shared_token_logprobs
 from nemo_rl_ext.names import FUSED_ENV, LOGGER
 from nemo_rl_ext.patches.upstream import Upstream, resolve, served
 
@@ -91,7 +92,7 @@ class FusedLogprob(torch.autograd.Function):
 
 
 class ExactLogprob(FusedLogprob):
-    """As :class:`FusedLogprob` on one rank, with the bits of the rollouts' log-probabilities."""
+    """As :class:`FusedLogprob`, with the bits of the rollouts' log-probabilities."""
 
     @staticmethod
     def forward(
@@ -106,19 +107,13 @@ class ExactLogprob(FusedLogprob):
     ) -> torch.Tensor:
         """Return the log-probabilities of the targets; see :meth:`FusedLogprob.forward`.
 
-        Raises:
-            UnsupportedError: ranks share the vocabulary, whose sum has one order on one rank alone.
+        Ranks that share the vocabulary gather the logits of ``chunk_size`` tokens at a time. The
+        gradient is of this rank's part, which alone is kept.
         """
-        if torch.distributed.get_world_size(tp_group) > 1:
-            raise UnsupportedError(
-                "exact adds up a whole vocabulary in one order, and tensor-parallel ranks share "
-                "it; set policy.megatron_cfg.tensor_model_parallel_size to 1, or exact to false in "
-                "the fp8rl block."
-            )
-        kernels = implementation(vocab_parallel_logits, "logprobs")
-        found, most, spread = kernels.token_logprobs(vocab_parallel_logits, target)
+        logits = vocab_parallel_logits
+        found, most, spread = shared_token_logprobs(logits, target, tp_group, chunk_size)
         if not inference_only:
-            ctx.save_for_backward(vocab_parallel_logits, target, most, spread)
+            ctx.save_for_backward(logits, target - vocab_start_index, most, spread)
         return found
 
 
