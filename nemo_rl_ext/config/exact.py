@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
-from fp8rl.kernels import EXACT_MODELS, require_fp8_linears
+from fp8rl.kernels import EXACT_MODELS, EXACT_RANKS, require_fp8_linears
 from fp8rl.pinning import PinPolicy
 from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, VLLM
 from nemo_rl_ext.config.keys import Sections, has_fp8_kv
@@ -17,12 +17,12 @@ from nemo_rl_ext.names import FUSED_ENV
 _GENERATION = "policy.generation"
 _LOGPROBS = "log-probabilities are computed elsewhere"
 _FILTERED = "the trainer's log-probabilities are of the whole vocabulary at temperature 1"
-_WHOLE = "a sum has one order on one GPU alone"
+_WHOLE = "a sequence and an expert are on one GPU as a whole"
+_TRAINER_RANKS = f"{MEGATRON}.tensor_model_parallel_size"
+_ROLLOUT_RANKS = f"{VLLM}.tensor_parallel_size"
 _NEEDED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("policy.precision", ("bfloat16", None), "the engines compute in it"),
-    (f"{MEGATRON}.tensor_model_parallel_size", (1, None), _WHOLE),
     (f"{MEGATRON}.context_parallel_size", (1, None), _WHOLE),
-    (f"{VLLM}.tensor_parallel_size", (1, None), _WHOLE),
     (f"{MEGATRON}.expert_model_parallel_size", (1, None), _WHOLE),
     (f"{VLLM}.expert_parallel_size", (1, None), _WHOLE),
     ("policy.router_replay.enabled", (False, None), "both engines choose the same experts"),
@@ -88,6 +88,7 @@ def refuse_inexact(recipe: Recipe, where: str, sections: Sections) -> None:
             remedy = "remove it" if served[0] is None else f"set it to {json.dumps(served[0])}"
             told = json.dumps(value, default=str)  # with quotes: a text 1 is no number 1
             raise _refusal(f"'{path}' is {told}", where, why, remedy)
+    _refuse_ranks(where, sections)
     if sections.policy.get("logprob_chunk_size") is None:
         raise _refusal(
             "'policy.logprob_chunk_size' is null",
@@ -113,8 +114,33 @@ def refuse_inexact(recipe: Recipe, where: str, sections: Sections) -> None:
         )
 
 
+def _refuse_ranks(where: str, sections: Sections) -> None:
+    """Raise UnsupportedError for tensor parallel sizes by which sums would not be equal."""
+    trainer = sections.megatron.get("tensor_model_parallel_size") or 1
+    rollout = sections.vllm.get("tensor_parallel_size") or 1
+    remedy = f"give both the same size, {' or '.join(map(str, EXACT_RANKS))}"
+    for path, ranks in ((_TRAINER_RANKS, trainer), (_ROLLOUT_RANKS, rollout)):
+        if ranks not in EXACT_RANKS:
+            told = json.dumps(ranks, default=str)
+            why = "sums over more ranks have no order that both engines share"
+            raise _refusal(f"'{path}' is {told}", where, why, remedy)
+    if trainer != rollout:
+        raise _refusal(
+            f"'{_TRAINER_RANKS}' is {trainer} and '{_ROLLOUT_RANKS}' is {rollout}",
+            where,
+            "each rank rounds its part of a sum",
+            remedy,
+        )
+
+
 def refuse_inexact_model(
-    where: str, name: Any, model: Mapping[str, Any], policy: PinPolicy | None
+    where: str,
+    name: Any,
+    model: Mapping[str, Any],
+    policy: PinPolicy | None,
+    *,
+    experts: bool,
+    ranks: int,
 ) -> None:
     """Raise UnsupportedError for a model, as far as it is known here, that is not served.
 
@@ -123,12 +149,21 @@ def refuse_inexact_model(
         name: ``policy.model_name``.
         model: values of its ``config.json``, or none.
         policy: which of its linear layers run in FP8; None where they are not known.
+        experts: the model has mixtures of experts.
+        ranks: tensor parallel size of both engines.
     """
     kind = model.get("model_type")
     if kind is not None and kind not in EXACT_MODELS:
         raise UnsupportedError(
             f"'{where}.exact' serves models of type {', '.join(EXACT_MODELS)}, and '{name}' is "
             f"of type '{kind}'; remove the key, or choose another model."
+        )
+    if experts and ranks > 1:
+        raise _refusal(
+            f"'{_TRAINER_RANKS}' is {ranks} and '{name}' has experts",
+            where,
+            "an expert is on one rank as a whole",
+            f"set it and '{_ROLLOUT_RANKS}' to 1",
         )
     if policy is not None:
         require_fp8_linears(policy)

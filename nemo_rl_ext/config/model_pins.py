@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import ModelError, PinError, RecipeError, UnsupportedError
-from fp8rl.families import family_of, module_names, unsupported_reason
+from fp8rl.families import expert_count, family_of, module_names, unsupported_reason
 from nemo_rl_ext.config.drivers import MEGATRON
 from nemo_rl_ext.config.exact import refuse_inexact_model
 from nemo_rl_ext.config.keys import kv_dtype
@@ -78,7 +78,14 @@ def check_pins(
         experts = (name for name in names if ".experts." in name)
         fp8_experts = any(pins.precision(name) == "fp8" for name in experts)
     if recipe.exact:
-        refuse_inexact_model(where, policy.get("model_name"), model, pins)
+        refuse_inexact_model(
+            where,
+            policy.get("model_name"),
+            model,
+            pins,
+            experts=bool(family and expert_count(family, model)),
+            ranks=(policy.get("megatron_cfg") or {}).get("tensor_model_parallel_size") or 1,
+        )
         notes.append(
             "exact needs DeepGEMM in the environment of a trainer on a GPU, which NeMo RL's own "
             "'mcore' environment lacks; install it there."

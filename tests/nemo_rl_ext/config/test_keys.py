@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -351,6 +352,8 @@ EXACT = "policy.logprob_chunk_size=1024 megatron.defer_fp32_logits=true block.ex
         "block.kv_cache.dtype=auto grpo.val_at_start=true",
         "generation.temperature=1.0 generation.top_p=1.0 generation.top_k=-1",
         "megatron.tensor_model_parallel_size=1 megatron.pipeline_model_parallel_size=2",
+        "megatron.tensor_model_parallel_size=2 megatron.sequence_parallel=true "
+        "vllm.tensor_parallel_size=2",
         "loss.fp8rl_guard.fallback=stop",
         "vllm.async_engine=true block.kv_cache.recalibrate=grow",
     ],
@@ -377,6 +380,10 @@ def test_what_is_exact(overrides: str, caplog: pytest.LogCaptureFixture) -> None
         ("megatron.tensor_model_parallel_size=2", "policy.megatron_cfg.tensor_model_parallel_size"),
         ("megatron.context_parallel_size=2", "policy.megatron_cfg.context_parallel_size"),
         ("vllm.tensor_parallel_size=2", "policy.generation.vllm_cfg.tensor_parallel_size"),
+        (
+            "megatron.tensor_model_parallel_size=4 vllm.tensor_parallel_size=4",
+            "policy.megatron_cfg.tensor_model_parallel_size",
+        ),
         ("megatron.expert_model_parallel_size=2", "megatron_cfg.expert_model_parallel_size"),
         ("policy.router_replay.enabled=true", "policy.router_replay.enabled"),
         ("megatron.use_fused_linear_logprobs=true", "megatron_cfg.use_fused_linear_logprobs"),
@@ -437,6 +444,16 @@ def test_a_model_that_is_not_exact_is_refused_before_ray(
         return
     with pytest.raises(UnsupportedError, match=message):
         prepare(made, GRPO, lambda key: None)
+
+
+def test_experts_are_exact_on_one_rank_alone(tmp_path: Path) -> None:
+    mixture = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(mixture))
+    ranks = "megatron.tensor_model_parallel_size=2 vllm.tensor_parallel_size=2"
+    for overrides, served in (("", True), (ranks, False)):
+        made = MasterConfig(**config({}, EXACT + overrides, model_name=str(tmp_path)))
+        with nullcontext() if served else pytest.raises(UnsupportedError, match="has experts, but"):
+            prepare(made, GRPO, lambda key: None)
 
 
 def test_engines_of_ppo_calibrate_themselves() -> None:
