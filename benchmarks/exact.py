@@ -1,11 +1,13 @@
 """With ``exact``, are the rollout's sampled log-probabilities the trainer's, to the bit?
 
     python benchmarks/exact.py MODEL [--kv int8_per_token_head | auto] [--spec te] [--eager]
+        [--tp 2 [--sp]] [--trace]
 
 ``MODEL`` is a folder of a pretrained Llama, Qwen3 or Qwen3-MoE with a chat template, or with
 ``--random-prompts`` one of ``real_model.py``. vLLM samples from real prompts in batches of many
 sizes, over chunked and cached prompts and after refits; Megatron scores the same tokens, one
-sequence at a time and packed. One Hopper GPU.
+sequence at a time and packed. One Hopper GPU; with ``--tp 2`` two, which both engines share.
+``--trace`` compares the layers of one prompt first, and names the first place that differs.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,22 +73,44 @@ def main() -> None:
     parser.add_argument("--refits", type=int, default=3)
     parser.add_argument("--cache", type=float, default=3, help="GiB; 0.25 preempts 135M's requests")
     parser.add_argument("--random-prompts", action="store_true", help="words of no meaning")
+    parser.add_argument("--tp", type=int, default=1, choices=(1, 2), help="ranks of both engines")
+    parser.add_argument("--sp", action="store_true", help="the trainer's sequence parallelism")
+    parser.add_argument("--trace", action="store_true", help="implies --eager")
     parser.add_argument("--out", type=Path, default=Path("exact.json"))
     parser.add_argument("--rollouts", type=Path, help="used by the script itself")
+    parser.add_argument("--scored", type=Path, help="used by the script itself")
     options = parser.parse_args()
+    if options.sp and (options.tp == 1 or options.trace):
+        parser.error("--sp needs --tp 2, and no --trace")
+    options.eager |= options.trace
     recipe = Recipe.from_dict({"exact": options.exact == "true", "kv_cache": {"dtype": options.kv}})
     if options.rollouts:
         torch.save(sample(options, recipe), options.rollouts)
         return
+    if options.scored:
+        compare(options, recipe, torch.load(options.scored))
+        return
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rollouts.pt")
         subprocess.run([sys.executable, *sys.argv, "--rollouts", str(file)], check=True)
-        sampled = torch.load(file)
+        if options.tp == 1:
+            compare(options, recipe, torch.load(file))
+            return
+        from megatron_fp8rl.testing.launch import launch
+
+        arguments = [*sys.argv[1:], "--scored", str(file)]
+        sys.stdout.write(launch(__file__, options.tp, arguments, timeout=1800)[0])
+
+
+def compare(options: argparse.Namespace, recipe: Recipe, sampled: dict[str, Any]) -> None:
+    """Score what was sampled and write what each run shows; of several ranks the first writes."""
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "model": options.model.name,
         "recipe": {"exact": recipe.exact, "kv_cache.dtype": options.kv},
         "spec": options.spec,
+        "tensor_parallel_size": options.tp,
+        "sequence_parallel": options.sp,
         "compiled": not options.eager,
         "start_s": sampled["start_s"],
         "versions": versions(),
@@ -93,9 +118,10 @@ def main() -> None:
     }
     for name, row in score(options, recipe, sampled):
         found["runs"][name] = row
-        sys.stdout.write(f"{name}: {json.dumps(row)}\n")
-        sys.stdout.flush()
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        if os.environ.get("RANK", "0") == "0":
+            sys.stdout.write(f"{name}: {json.dumps(row)}\n")
+            sys.stdout.flush()
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def sample(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
@@ -115,6 +141,7 @@ def sample(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         make = torch.Generator().manual_seed(0)
         lengths = torch.randint(20, 60, (len(prompts),), generator=make).tolist()
         prompts = [torch.randint(1, 10_000, (n,), generator=make).tolist() for n in lengths]
+    several = options.tp > 1
     began = time.monotonic()
     llm = LLM(
         str(options.model),
@@ -127,6 +154,7 @@ def sample(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         disable_log_stats=False,
         enforce_eager=options.eager,
         generation_config="vllm",
+        **({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if several else {}),
         **engine_args(recipe),
     )
     start = round(time.monotonic() - began, 1)
@@ -165,12 +193,41 @@ def sample(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         "8 prompts of 1,100 tokens in chunks": (0, run(long, 200)),
         "8 prompts of 1,100 tokens from the cache": (0, run(long, 64)),
     }
-    for seed in range(1, options.refits + 1):
+
+    def send(seed: int) -> None:
         tensors = dict(moved(options.model, seed))
         tensors |= {name: torch.tensor([scale]) for name, scale in scales.items()}
         refit(llm, tensors.items(), expect_kv_scales=bool(scales))
+
+    for seed in range(1, options.refits + 1):
+        send(seed)
         runs[f"64 requests after refit {seed}"] = (seed, run(prompts[:64], 64))
-    return {"runs": runs, "scales": scales, "start_s": start}
+    found = {"runs": runs, "scales": scales, "start_s": start}
+    if options.trace:
+        send(0)
+        llm.reset_prefix_cache()
+        with tempfile.TemporaryDirectory() as folder:
+            llm.collective_rpc(_watch, args=(folder,))
+            run(prompts[:1], 1)
+            found["trace"] = {file.stem: torch.load(file) for file in Path(folder).glob("*.pt")}
+    return found
+
+
+def _watch(worker: Any, folder: str) -> None:
+    """Let the first rank of an engine write what its embedding and its layers' halves give."""
+    if worker.rank:
+        return
+    model = worker.model_runner.get_model().model
+
+    def write(name: str, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        torch.save(output.cpu(), Path(folder, f"{name}.pt"))
+
+    places = {"embedding": model.embed_tokens}
+    for number, layer in enumerate(model.layers):
+        places |= {f"{number}.attention": layer.self_attn, f"{number}.mlp": layer.mlp}
+    for name, module in places.items():
+        module.register_forward_hook(lambda *call, name=name: write(name, call[-1]))
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -194,10 +251,11 @@ def score(
     options: argparse.Namespace, recipe: Recipe, sampled: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Score the sampled tokens with Megatron; yield what each run shows."""
+    from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron_common import build, single_process
 
-    from fp8rl.kernels.logprobs import token_logprobs
+    from fp8rl.kernels.vocabulary import shared_token_logprobs
     from megatron_fp8rl import convert
     from megatron_fp8rl.export import load_hf
     from megatron_fp8rl.kv_cache import KVCacheInTraining
@@ -207,14 +265,27 @@ def score(
     scaling = config.pop("rope_scaling", None) or {}
     config.setdefault("rope_parameters", {"rope_theta": config.get("rope_theta"), **scaling})
     config.setdefault("initializer_range", 0.02)
-    with single_process(), completed_local_spec(), torch.no_grad():
-        model = (build if options.spec == "local" else _te_model)(SimpleNamespace(**config))
+    make = build if options.spec == "local" else _te_model
+    world = single_process() if options.tp == 1 else _rank_of(options.tp)
+    with world, completed_local_spec(), torch.no_grad():
+        model = make(SimpleNamespace(**config), sequence_parallel=options.sp)
+        group = parallel_state.get_tensor_model_parallel_group()
+
+        def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return shared_token_logprobs(logits, ids, group, 1024)[0].cpu()
+
+        def padded(row: torch.Tensor) -> torch.Tensor:  # ranks have equal parts of a sequence
+            return torch.nn.functional.pad(row, (0, len(row) % options.tp))[None]
+
         convert(model, recipe)
         model.eval()
         if recipe.kv_cache.dtype != "auto":
             cache = KVCacheInTraining(model, recipe.kv_cache.dtype)
             if sampled["scales"]:
                 cache.set(sampled["scales"])
+        if "trace" in sampled:
+            load_hf([model], dict(moved(options.model, 0)))
+            yield "trace", _traced(model, sampled)
         loaded = None
         for name, (seed, run) in sampled["runs"].items():
             if loaded != seed:
@@ -226,9 +297,10 @@ def score(
             ]
             alone = []
             for ids, prompt in zip(tokens, run["prompts"], strict=True):
-                logits = model(ids[None], torch.arange(len(ids), device="cuda")[None], None)[0]
-                rows = logits[len(prompt) - 1 : -1].contiguous()
-                alone.append(token_logprobs(rows, ids[len(prompt) :])[0].cpu())
+                places = torch.arange(len(ids), device="cuda")
+                logits = model(padded(ids), padded(places), None)[0]
+                rows = logits[len(prompt) - 1 : len(ids) - 1].contiguous()
+                alone.append(token_logprobs(rows, ids[len(prompt) :]))
             row = {"preempted": run["preempted"], **_compared(run["logprobs"], alone)}
             if recipe.exact:
                 lengths = torch.tensor([0, *map(len, tokens)]).cumsum(0).int().cuda()
@@ -242,17 +314,60 @@ def score(
                 )
                 ids = torch.cat(tokens)
                 places = torch.cat([torch.arange(len(x)) for x in tokens]).cuda()
-                logits = model(ids[None], places[None], None, packed_seq_params=packed)[0]
+                logits = model(padded(ids), padded(places), None, packed_seq_params=packed)[0]
                 rows = [
                     torch.arange(int(a) + len(p) - 1, int(b) - 1)
                     for a, b, p in zip(lengths[:-1], lengths[1:], run["prompts"], strict=True)
                 ]
-                chosen = [token_logprobs(logits[r], ids[r + 1])[0].cpu() for r in rows]
+                chosen = [token_logprobs(logits[r], ids[r + 1]) for r in rows]
                 row["packed_equal"] = _compared(run["logprobs"], chosen)["equal"]
             yield name, row
 
 
-def _te_model(shape: SimpleNamespace) -> Any:
+@contextmanager
+def _rank_of(ranks: int) -> Iterator[None]:
+    """This process of the script's own world, with a GPU of its own."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_fp8rl.testing.launch import join
+
+    join("cuda")
+    parallel_state.initialize_model_parallel(ranks, create_gloo_process_groups=False)
+    model_parallel_cuda_manual_seed(1234)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def _traced(model: Any, sampled: dict[str, Any]) -> dict[str, Any]:
+    """Compare what the rollout's places gave for the first prompt, each after those before it."""
+    prompt = next(iter(sampled["runs"].values()))[1]["prompts"][0]
+    places = {"embedding": model.embedding}
+    for number, layer in enumerate(model.decoder.layers):
+        places |= {f"{number}.attention": layer.self_attention, f"{number}.mlp": layer.mlp}
+    equal: dict[str, float] = {}
+
+    def note(name: str, output: Any) -> None:
+        ours = output[0] if isinstance(output, tuple) else output
+        theirs = sampled["trace"][name][: len(prompt)].to(ours.device)
+        equal[name] = (ours[: len(prompt), 0] == theirs).double().mean().item()
+
+    hooks = [
+        module.register_forward_hook(lambda *call, name=name: note(name, call[-1]))
+        for name, module in places.items()
+    ]
+    ids = torch.tensor([prompt], device="cuda")
+    model(ids, torch.arange(len(prompt), device="cuda")[None], None)
+    for hook in hooks:
+        hook.remove()
+    first = next((name for name in places if equal[name] < 1), None)
+    return {"first_that_differs": first, "equal": equal}
+
+
+def _te_model(shape: SimpleNamespace, **overrides: Any) -> Any:
     """A GPTModel on the GPU, of TransformerEngine's spec as NeMo RL builds it."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
@@ -269,6 +384,7 @@ def _te_model(shape: SimpleNamespace) -> Any:
         "use_cpu_initialization": False,
         "bias_activation_fusion": True,
         "moe_grouped_gemm": experts is not None,
+        **overrides,
     }
     return build_gpt(shape, transformer_layer_spec=spec, **options).cuda()
 

@@ -15,6 +15,10 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
@@ -24,7 +28,7 @@ from torch import Tensor
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmBackend, GemmShape, GroupedBackend, GroupedShape
-from fp8rl.kernels import implementation, reference, require_fp8_linears
+from fp8rl.kernels import implementation, reference, require_fp8_linears, require_served_ranks
 from fp8rl.kernels.rotary_table import cos_sin_table, inverse_frequencies
 from fp8rl.numerics import GROUP, fake_quantize_int8_kv, fake_quantize_kv
 from megatron_fp8rl import compat
@@ -52,7 +56,20 @@ class ExactColumnParallelLinear(Fp8Module, ColumnParallelLinear):
 
     upstream_class = ColumnParallelLinear
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        *args: Any,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         return reference.multiply(input, weight)
 
 
@@ -281,6 +298,7 @@ def _norms(chunk: Any) -> Iterator[tuple[str, Any]]:
 def _checked(chunk: Any, setup: Any) -> Rotation:
     """Return the rotation of a GPTModel, or raise UnsupportedError for what is not exact."""
     config = chunk.config
+    require_served_ranks("tensor_model_parallel_size", config.tensor_model_parallel_size)
     rope: Any = getattr(chunk, "rotary_pos_emb", None)
     for name, parameter in chunk.named_parameters():
         if parameter.dtype != torch.bfloat16:
@@ -291,7 +309,11 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
             )
     needed = [
         ("multi_latent_attention", config.multi_latent_attention, False),
-        ("tensor_model_parallel_size", config.tensor_model_parallel_size, 1),
+        (
+            "num_query_groups % tensor_model_parallel_size",
+            config.num_query_groups % config.tensor_model_parallel_size,
+            0,
+        ),
         ("context_parallel_size", config.context_parallel_size, 1),
         ("window_size", config.window_size, None),
         ("attention_dropout", config.attention_dropout, 0),

@@ -101,6 +101,8 @@ def check_experts(layer: Any) -> None:
                 f"get_gpt_decoder_block_spec, {_REMEDY}"
             )
     needed = [
+        ("tensor_model_parallel_size", config.tensor_model_parallel_size, 1),
+        ("expert_tensor_parallel_size", config.expert_tensor_parallel_size, 1),
         ("expert_model_parallel_size", config.expert_model_parallel_size, 1),
         ("moe_shared_expert_intermediate_size", config.moe_shared_expert_intermediate_size, None),
         ("moe_latent_size", getattr(config, "moe_latent_size", None), None),

@@ -293,6 +293,7 @@ def test_vllms_layer_and_megatrons_have_equal_bits(
     [
         ("config", "norm_topk_prob", False),
         ("config", "shared_expert_intermediate_size", 512),
+        ("parallel", "tensor_parallel_size", 2),
         ("parallel", "data_parallel_size", 2),
         ("parallel", "enable_expert_parallel", True),
         ("parallel", "enable_eplb", True),
@@ -307,7 +308,10 @@ def test_engines_whose_experts_are_refused(where: str, key: str, value: Any) -> 
 
     config = SimpleNamespace(norm_topk_prob=True)
     parallel = SimpleNamespace(
-        data_parallel_size=1, enable_expert_parallel=False, enable_eplb=False
+        tensor_parallel_size=1,
+        data_parallel_size=1,
+        enable_expert_parallel=False,
+        enable_eplb=False,
     )
     kernel, device = SimpleNamespace(moe_backend="auto"), SimpleNamespace(device_type="cuda")
     engine: Any = SimpleNamespace(

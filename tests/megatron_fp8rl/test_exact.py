@@ -78,6 +78,7 @@ FUSED = {"bias_activation_fusion": True}
             {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3},
             "needs a loss for load balancing False in the trainer, not True",
         ),
+        (MIXTURE, {"expert_tensor_parallel_size": 2}, "needs expert_tensor_parallel_size 1 in"),
         (
             MIXTURE,
             {"moe_shared_expert_intermediate_size": 128},
@@ -108,6 +109,14 @@ def test_other_classes_positions_and_vocabularies_are_refused(mcore):
     model.rotary_pos_emb.seq_len_interpolation_factor = 2.0
     with pytest.raises(UnsupportedError, match=r"seq_len_interpolation_factor None .* not 2\.0"):
         convert(model, EXACT)
+    for ranks, message in (
+        (2, "num_query_groups % tensor_model_parallel_size 0 in the trainer, not 1"),
+        (4, "exact serves tensor_model_parallel_size 1 or 2, not 4"),
+    ):
+        model.config.tensor_model_parallel_size = ranks
+        with pytest.raises(UnsupportedError, match=message):
+            convert(model, EXACT)
+    model.config.tensor_model_parallel_size = 1
     model.config.should_pad_vocab = True  # a key of Megatron-Bridge's providers
     with pytest.raises(UnsupportedError, match="should_pad_vocab False in the trainer, not True"):
         convert(model, EXACT)

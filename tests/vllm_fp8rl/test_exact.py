@@ -6,6 +6,7 @@ prefixes, requests that are preempted, and a refit with weights that the trainer
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from itertools import accumulate, chain
 from pathlib import Path
@@ -28,10 +29,12 @@ from megatron_fp8rl.kv_cache import KVCacheInTraining
 from megatron_fp8rl.testing.cpu_shim import CpuShim
 from support.engine import Engine
 from support.megatron import hf_gpt, one_process
+from support.processes import run_forked, run_ranks
 from vllm_fp8rl.compat import int8_pages_have_scales
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.tiny import make_family_checkpoint
 
+RANKS = Path(__file__).with_name("exact_ranks.py")
 SHAPE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
 MODELS = {"llama": SHAPE | {"head_dim": 64}, "qwen3": SHAPE | {"head_dim": 128}}
 CACHES = ("fp8_e4m3", *(() if int8_pages_have_scales() else ("int8_per_token_head",)), "auto")
@@ -214,6 +217,18 @@ def test_without_exact_they_are_not(make_loop: Callable[..., Loop]) -> None:
     with torch.no_grad():
         equal = [scored(loop.logits(s[0])[0], s) == s[1] for s in sequences]
     assert torch.cat(equal).float().mean() < 0.1
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("model", "dtype"), [("llama", "auto"), ("qwen3", "fp8_e4m3")])
+def test_logprobs_of_two_ranks_are_the_rollouts(model: str, dtype: str, tmp_path: Path) -> None:
+    """Both engines over two tensor-parallel ranks, the trainer with sequence parallelism too."""
+    folder = checkpoint(tmp_path / model, model)
+    recipe = json.dumps({"exact": True, "kv_cache": {"dtype": dtype}})
+    done = run_forked(RANKS, "rollout", folder, recipe, timeout=300)
+    assert done.returncode == 0, done.stderr[-6000:]
+    found = run_ranks(RANKS, 2, "trainer", folder, recipe, timeout=240)
+    assert [text.splitlines()[-1] for text in found] == ["equal"] * 2
 
 
 def test_a_cpu_refuses_what_is_not_exact(

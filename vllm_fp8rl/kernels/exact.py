@@ -10,14 +10,26 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE
 from vllm.platforms import current_platform
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.kernels import EXACT_MODELS, implementation, reference, require_fp8_linears
+from fp8rl.kernels import (
+    EXACT_MODELS,
+    implementation,
+    reference,
+    require_fp8_linears,
+    require_served_ranks,
+)
 from fp8rl.kernels.rotary_table import LLAMA3, cos_sin_table, inverse_frequencies
 from fp8rl.pinning import PinPolicy
 from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason
@@ -199,7 +211,6 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
         ("logprobs_mode", model.logprobs_mode, "raw_logprobs"),
         ("head_dtype", model.head_dtype, torch.bfloat16),
         ("a model of text alone, is_multimodal_model", model.is_multimodal_model, False),
-        ("tensor_parallel_size", parallel.tensor_parallel_size, 1),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
         ("speculative_config", engine.speculative_config, None),
         ("lora_config", engine.lora_config, None),
@@ -223,8 +234,54 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
             f"'{model.hf_text_config.model_type}'; choose another model, {_REMEDY}"
         )
     require_fp8_linears(policy)
+    require_served_ranks("tensor_parallel_size", parallel.tensor_parallel_size)
+    if parallel.tensor_parallel_size > 1:
+        _check_ranks(engine)
     if not on_cpu:
         _check_kernels(engine)
+
+
+def _check_ranks(engine: VllmConfig) -> None:
+    """Refuse a model whose parts on several ranks are not those of the trainer."""
+    model, ranks = engine.model_config, engine.parallel_config.tensor_parallel_size
+    for what, count, unit in (
+        ("num_key_value_heads", model.get_total_num_kv_heads(), ranks),
+        ("vocab_size", model.get_vocab_size(), DEFAULT_VOCAB_PADDING_SIZE),  # vLLM pads others
+    ):
+        if count % unit:
+            raise UnsupportedError(
+                f"exact with tensor_parallel_size {ranks} needs a multiple of {unit} as {what}, "
+                f"not {count}, because vLLM's ranks hold other parts than the trainer's; set "
+                f"tensor_parallel_size to 1 in both engines, {_REMEDY}"
+            )
+
+
+def check_sums(engine: VllmConfig) -> None:
+    """Refuse an all-reduce that rounds the sum of two parts in another way than once.
+
+    vLLM chooses among several by the size of a tensor, so that three sizes are compared. NCCL, of
+    which Megatron's is, adds two bfloat16 numbers in one rounding
+    (``src/device/reduce_kernel.h``); so do vLLM's own (``csrc/custom_all_reduce.cuh``) and torch's
+    symmetric memory (``CUDASymmetricMemoryOps.cu``).
+
+    Args:
+        engine: configuration of an engine whose ranks all call this.
+    """
+    if engine.parallel_config.tensor_parallel_size == 1:
+        return
+    device = torch.device(current_platform.device_type)
+    make = torch.Generator(device).manual_seed(get_tensor_model_parallel_rank())
+    hidden = engine.model_config.get_hidden_size()
+    for rows in (1, 256, engine.scheduler_config.max_num_batched_tokens):
+        own = torch.randn(rows, hidden, device=device, generator=make).bfloat16()
+        one, other = tensor_model_parallel_all_gather(own[None], dim=0).float()
+        if not torch.equal(tensor_model_parallel_all_reduce(own), (one + other).bfloat16()):
+            raise UnsupportedError(
+                "exact needs an all-reduce that adds the parts of two ranks in one rounding, and "
+                f"vLLM's does not for bfloat16 [{rows}, {hidden}]; set "
+                "disable_custom_all_reduce=True and the variables VLLM_ALLREDUCE_USE_SYMM_MEM and "
+                f"VLLM_ALLREDUCE_USE_FLASHINFER to 0, which leaves NCCL's, {_REMEDY}"
+            )
 
 
 def check_experts(engine: VllmConfig) -> None:
@@ -234,6 +291,7 @@ def check_experts(engine: VllmConfig) -> None:
         ("a Hopper GPU, device_type", engine.device_config.device_type, "cuda"),
         ("norm_topk_prob", config.norm_topk_prob, True),
         ("no shared expert", getattr(config, "shared_expert_intermediate_size", None) or 0, 0),
+        ("tensor_parallel_size", parallel.tensor_parallel_size, 1),
         ("data_parallel_size", parallel.data_parallel_size, 1),
         ("enable_expert_parallel", parallel.enable_expert_parallel, False),
         ("enable_eplb", parallel.enable_eplb, False),
@@ -259,7 +317,8 @@ def _check_kernels(engine: VllmConfig) -> None:
         )
     if engine.cache_config.block_size:  # None until vLLM has chosen one
         check_page_size(engine.cache_config.block_size)
-    _check_head(model.get_vocab_size(), model.get_hidden_size())
+    ranks = engine.parallel_config.tensor_parallel_size
+    _check_head(model.get_vocab_size() // ranks, model.get_hidden_size())
     _check_logprobs()
 
 

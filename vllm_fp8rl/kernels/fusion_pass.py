@@ -21,7 +21,8 @@ from vllm.compilation.passes.vllm_inductor_pass import (
     VllmFusionPatternMatcherPass,
     VllmPatternReplacement,
 )
-from vllm.config import CompilationMode, VllmConfig
+from vllm.config import CompilationMode, PassConfig, VllmConfig
+from vllm.logger import init_logger
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.kernels import norm as triton_norm
@@ -31,8 +32,11 @@ from fp8rl.recipe import Recipe
 from vllm_fp8rl.kernels import deep_gemm_op
 from vllm_fp8rl.kernels import fused_ops as fused_ops  # registers operations named below
 
+logger = init_logger("vllm.fp8rl.fusion_pass")
+
 NAME = "fp8rl_quantize_fusion"
 PASS_KEY = "post_grad_custom_post_pass"
+_PASSES_OVER_RANKS = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
 _EPSILONS = (1e-5, 1e-6)
 _ROWS = 5  # rows of the tensors that patterns are traced with; any number would do
 
@@ -221,6 +225,8 @@ def install(engine: VllmConfig, recipe: Recipe) -> None:
     compilation = engine.compilation_config
     if compilation.mode == CompilationMode.NONE:
         return
+    if recipe.exact:
+        _leave_sums_alone(compilation.pass_config)
     passes = compilation.inductor_compile_config
     if PASS_KEY not in passes:
         passes[PASS_KEY] = FuseQuantization(engine, recipe)
@@ -231,3 +237,15 @@ def install(engine: VllmConfig, recipe: Recipe) -> None:
             f"compilation_config.backend and inductor_compile_config['{PASS_KEY}'] unset, set "
             "enforce_eager, or set exact to false in the recipe."
         )
+
+
+def _leave_sums_alone(passes: PassConfig) -> None:
+    """Switch off vLLM's passes that join sums over ranks with the norms or products beside them.
+
+    The norms of ``exact`` are not vLLM's, so that they would find none; on Hopper GPUs the first
+    is on by itself for several ranks.
+    """
+    for name in _PASSES_OVER_RANKS:
+        if getattr(passes, name, None):  # some releases lack some
+            setattr(passes, name, False)
+            logger.info("fp8rl: exact switches compilation_config.pass_config.%s off.", name)

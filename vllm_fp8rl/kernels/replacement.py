@@ -67,8 +67,11 @@ class ModuleReplacement:
             self._require_exact(made)
 
     def _require_exact(self, made: list[torch.nn.Module | None]) -> None:
-        """Raise UnsupportedError if a model was built without one of the modules."""
-        from vllm_fp8rl.kernels.exact import ExactRMSNorm, ExactRotary
+        """Raise UnsupportedError if a model was built without one of the modules.
+
+        Or if ranks, which all have built it now, do not add as the trainer's do.
+        """
+        from vllm_fp8rl.kernels.exact import ExactRMSNorm, ExactRotary, check_sums
 
         for ours, upstream in ((ExactRMSNorm, "RMSNorm"), (ExactRotary, "RotaryEmbedding")):
             if not any(isinstance(new, ours) for new in made):
@@ -76,6 +79,7 @@ class ModuleReplacement:
                     f"exact needs vLLM's {upstream} in the model, and none was built; choose "
                     "another model, or set exact to false in the recipe."
                 )
+        check_sums(self._engine)
 
     def _replace(
         self, parent: torch.nn.Module, name: str, module: torch.nn.Module | None

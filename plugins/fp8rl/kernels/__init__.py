@@ -17,6 +17,10 @@ from fp8rl.pinning import PinPolicy
 
 EXACT_MODELS = ("llama", "qwen3", "qwen3_moe")
 """Model types whose layers have no place but those that both engines share."""
+EXACT_RANKS = (1, 2)
+"""Tensor parallel sizes, of which both engines have the same. The partial sums of two ranks are
+added in one rounding, whichever comes first; those of more are added in an order that is the
+library's."""
 
 
 def implementation(x: torch.Tensor, kernels: str) -> ModuleType:
@@ -27,6 +31,21 @@ def implementation(x: torch.Tensor, kernels: str) -> ModuleType:
         kernels: module of this package with the function to call, of which a CPU has another.
     """
     return reference if x.is_cpu else import_module(f"fp8rl.kernels.{kernels}")
+
+
+def require_served_ranks(what: str, ranks: int) -> None:
+    """Raise UnsupportedError for a tensor parallel size outside of :data:`EXACT_RANKS`.
+
+    Args:
+        what: name of the option.
+        ranks: its value.
+    """
+    if ranks not in EXACT_RANKS:
+        raise UnsupportedError(
+            f"exact serves {what} {' or '.join(map(str, EXACT_RANKS))}, not {ranks}: the partial "
+            "sums of more ranks have no order that both engines share; set the same size in "
+            "trainer and rollout, or set exact to false in the recipe."
+        )
 
 
 def require_fp8_linears(policy: PinPolicy) -> None:

@@ -29,7 +29,9 @@ def shared_token_logprobs(
         return kernel(logits, ids)
     parts = [
         kernel(_gathered(logits_part, group), ids_part)
-        for logits_part, ids_part in zip(logits.split(tokens, -2), ids.split(tokens, -1), strict=True)
+        for logits_part, ids_part in zip(
+            logits.split(tokens, -2), ids.split(tokens, -1), strict=True
+        )
     ]
     found, largest, log_sum = (torch.cat(each, -1) for each in zip(*parts, strict=True))
     return found, largest, log_sum

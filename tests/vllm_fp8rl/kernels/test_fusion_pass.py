@@ -91,8 +91,12 @@ def test_exact_is_not_compiled_without_the_pass(
     backend: str, passes: dict[str, Any], exact: bool, refused: bool, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(fusion_pass.FuseQuantization, "__init__", lambda *_: None)
-    compilation = SimpleNamespace(mode=3, backend=backend, inductor_compile_config=passes)
+    over_ranks = SimpleNamespace(fuse_allreduce_rms=True, enable_sp=None)
+    compilation = SimpleNamespace(
+        mode=3, backend=backend, inductor_compile_config=passes, pass_config=over_ranks
+    )
     recipe: Any = Recipe.from_dict({"exact": exact})
     expected = pytest.raises(UnsupportedError, match=r"exact needs SwiGLU fused.* enforce_eager")
     with expected if refused else nullcontext():
         fusion_pass.install(SimpleNamespace(compilation_config=compilation), recipe)
+    assert over_ranks.fuse_allreduce_rms is not exact  # it has a norm of its own

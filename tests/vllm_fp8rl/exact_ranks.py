@@ -1,0 +1,151 @@
+"""Run by test_exact.py: two ranks of an engine sample, then two ranks of a trainer score.
+
+Arguments: ``rollout`` or ``trainer``; folder with the checkpoint, to which samples are written; the
+recipe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # 'auto' wants a NUMA node a rank
+
+import torch
+from safetensors.torch import load_file
+
+from fp8rl import Recipe
+from fp8rl.kv_scales import scale_names
+
+SCALES = {name: torch.tensor(2.0**-6) for name in scale_names(2, ("k", "v"))}
+
+
+def rollout(folder: Path, recipe: Recipe) -> None:
+    """Sample batches of several sizes, over chunked and cached prompts, after a refit."""
+    from vllm import SamplingParams
+
+    from support.engine import start_engine
+    from support.processes import fork_engines
+    from vllm_fp8rl.refit import refit
+
+    fork_engines()
+    engine = start_engine(
+        folder,
+        recipe,
+        tensor_parallel_size=2,
+        dtype="bfloat16",
+        max_model_len=128,
+        max_num_batched_tokens=40,
+        enable_prefix_caching=True,
+    )
+    tensors = load_file(folder / "model.safetensors")
+    scales = SCALES if recipe.kv_cache.has_scales else {}
+    refit(engine.llm, chain(tensors.items(), scales.items()), expect_kv_scales=bool(scales))
+    torch.manual_seed(0)
+    prompts = [torch.randint(2, 512, (n,)).tolist() for n in (60, 7, 33, 50, 1)]
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True, detokenize=False, logprobs=0)
+    found = []
+    for batch in (prompts, prompts[:1], prompts[1:3]):
+        inputs: Any = [{"prompt_token_ids": prompt} for prompt in batch]
+        for output in engine.llm.generate(inputs, sampling, use_tqdm=False):
+            (answer,) = output.outputs
+            chosen = zip(answer.logprobs, answer.token_ids, strict=True)
+            logprobs = torch.tensor([of[token].logprob for of, token in chosen])
+            found.append(([*output.prompt_token_ids, *answer.token_ids], logprobs))
+    torch.save(found, folder / "samples.pt")
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
+def trainer(folder: Path, recipe: Recipe) -> None:
+    """Score them on two ranks, with and without sequence parallelism, and on one for contrast."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_fp8rl.testing.cpu_shim import CpuShim
+    from megatron_fp8rl.testing.launch import join
+
+    torch.set_num_threads(1)
+    join()
+    samples = torch.load(folder / "samples.pt")
+    grads = {}
+    with CpuShim().active():
+        for ranks, sharded in ((1, False), (2, False), (2, True)):
+            parallel_state.initialize_model_parallel(ranks)
+            model_parallel_cuda_manual_seed(1)
+            model = built(folder, recipe, sequence_parallel=sharded)
+            with torch.no_grad():
+                alone = torch.cat([scored(model, [sample])[0] for sample in samples])
+                packed = torch.cat(scored(model, samples))
+            theirs = torch.cat([logprobs for _, logprobs in samples])
+            assert torch.equal(packed, alone)
+            if ranks == 2:
+                assert torch.equal(alone, theirs), (sharded, (alone == theirs).float().mean())
+            else:  # two ranks round more often, or the test sees nothing
+                assert (alone == theirs).float().mean() < 0.5
+            grads[ranks, sharded] = gradient(model, samples)
+            parallel_state.destroy_model_parallel()
+    one = grads[1, False]
+    for ranks_of, grad in grads.items():
+        assert (grad - one).norm() < 0.05 * one.norm(), (ranks_of, grad.norm(), one.norm())
+    torch.distributed.destroy_process_group()  # gloo's threads must not outlive the process
+    sys.stdout.write("equal\n")
+
+
+def built(folder: Path, recipe: Recipe, **options: Any) -> Any:
+    from megatron_fp8rl import convert
+    from megatron_fp8rl.kv_cache import KVCacheInTraining
+    from support.megatron import hf_gpt
+
+    model = hf_gpt(folder, torch.bfloat16, bias_activation_fusion=True, **options)
+    convert(model, recipe)
+    if recipe.kv_cache.dtype != "auto":
+        cache = KVCacheInTraining(model, recipe.kv_cache.dtype)
+        if recipe.kv_cache.has_scales:
+            cache.set(SCALES)
+    return model
+
+
+def scored(model: Any, samples: list[tuple[list[int], torch.Tensor]]) -> list[torch.Tensor]:
+    """Log-probabilities of the sampled tokens of sequences in a row, of NeMo RL's function."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from nemo_rl_ext.workers.logprobs import ExactLogprob
+
+    rows = [tokens for tokens, _ in samples]
+    lengths = [*map(len, rows)]
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    packing = PackedSeqParams("thd", starts, starts, None, None, max(lengths), max(lengths))
+    tokens = torch.tensor([*chain(*rows), *([0] * (sum(lengths) % 2))])  # ranks have equal parts
+    positions = torch.cat([*map(torch.arange, lengths), torch.zeros(sum(lengths) % 2)]).long()
+    logits = model(tokens[None], positions[None], None, packed_seq_params=packing)
+    group = parallel_state.get_tensor_model_parallel_group()
+    words = logits.shape[-1]
+    first = group.rank() * words
+    found = ExactLogprob.apply(
+        logits, tokens.roll(-1)[None], first, first + words, 16, group, False
+    )[0]
+    ends = starts[1:].tolist()
+    return [found[e - 1 - len(s[1]) : e - 1] for e, s in zip(ends, samples, strict=True)]
+
+
+def gradient(model: Any, samples: list[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
+    """Of the first norm's weight, to which all gradients flow."""
+    from megatron.core import parallel_state
+
+    model.train()
+    torch.cat(scored(model, samples)).sum().backward()
+    grad = model.decoder.layers[0].input_layernorm.weight.grad.float()
+    if model.config.sequence_parallel:  # as Megatron does at the end of a step
+        group = parallel_state.get_tensor_model_parallel_group()
+        torch.distributed.all_reduce(grad, group=group)
+    return grad
+
+
+if __name__ == "__main__":
+    run = {"rollout": rollout, "trainer": trainer}[sys.argv[1]]
+    run(Path(sys.argv[2]), Recipe.from_dict(json.loads(sys.argv[3])))
