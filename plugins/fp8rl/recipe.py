@@ -232,7 +232,8 @@ class Recipe(_Section):
     exact: bool = False
     """Rollout and trainer compute every place by the same kernels, whose result for a token does
     not depend on the batch: log-probabilities are then equal to the bit. Dense models of Llama's
-    and Qwen3's families on one Hopper GPU or a CPU; refused elsewhere."""
+    and Qwen3's families on a CPU or a Hopper GPU, or over two ranks of both engines; refused
+    elsewhere."""
     allow_untested_gpu: bool = False
     """FP8 rollouts start on a Blackwell GPU too, on which they have never run."""
 
