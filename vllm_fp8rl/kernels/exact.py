@@ -262,7 +262,7 @@ def check_sums(engine: VllmConfig) -> None:
     vLLM chooses among several by the size of a tensor, so that three sizes are compared. NCCL, of
     which Megatron's is, adds two bfloat16 numbers in one rounding
     (``src/device/reduce_kernel.h``); so do vLLM's own (``csrc/custom_all_reduce.cuh``) and torch's
-    symmetric memory (``CUDASymmetricMemoryOps.cu``).
+    symmetric memory (``CUDASymmetricMemory-inl.h``).
 
     Args:
         engine: configuration of an engine whose ranks all call this.
