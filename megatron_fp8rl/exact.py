@@ -21,10 +21,11 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmBackend, GemmShape, GroupedBackend, GroupedShape
-from fp8rl.kernels import implementation, reference, require_fp8_linears
+from fp8rl.kernels import head, implementation, reference, require_fp8_linears
 from fp8rl.kernels.rotary_table import cos_sin_table, inverse_frequencies
 from fp8rl.numerics import GROUP, fake_quantize_int8_kv, fake_quantize_kv
 from megatron_fp8rl import compat
@@ -48,12 +49,26 @@ class ExactNorm(Fp8Module):
 
 
 class ExactColumnParallelLinear(Fp8Module, ColumnParallelLinear):
-    """The output projection on a CPU; a GPU's has the rollout's bits already."""
+    """The output projection: on a GPU in products of one size, on a CPU in float64."""
 
     upstream_class = ColumnParallelLinear
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return reference.multiply(input, weight)
+        if input.is_cpu:
+            return reference.multiply(input, weight)
+        with _HeadInBlocks():  # upstream's backward stays
+            return super()._forward_impl(input.contiguous(), weight, *args, **kwargs)
+
+
+class _HeadInBlocks(TorchDispatchMode):
+    """Multiply by :func:`fp8rl.kernels.head.multiply` wherever torch multiplies two matrices."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.mm.default:
+            return head.multiply(*args)
+        return func(*args, **(kwargs or {}))
 
 
 class ExactSelfAttention(Fp8Module, SelfAttention):
@@ -258,8 +273,14 @@ def plan(chunks: Iterable[Any], setup: Any) -> list[Change]:
                     f"Megatron's local spec or its TransformerEngine spec, {_REMEDY}"
                 )
             found.append((norm, exact_class(ExactNorm, type(norm)), {}))  # type: ignore[arg-type]
-        if chunk.post_process and next(chunk.parameters()).is_cpu:
-            found.append((chunk.output_layer, ExactColumnParallelLinear, {}))
+        if chunk.post_process:
+            output = chunk.output_layer
+            if type(output) is not ColumnParallelLinear:
+                raise UnsupportedError(
+                    f"exact needs Megatron's ColumnParallelLinear at 'output_layer', not "
+                    f"{type(output).__name__}; leave the output projection in bfloat16, {_REMEDY}"
+                )
+            found.append((output, ExactColumnParallelLinear, {}))
         for layer in chunk.decoder.layers:
             attention = layer.self_attention
             core = attention.core_attention

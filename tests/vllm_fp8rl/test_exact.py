@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
-from fp8rl.kernels import implementation
+from fp8rl.kernels import implementation, reference
 from fp8rl.kv_scales import scale_names
 from megatron_fp8rl import convert
 from megatron_fp8rl.export import export_hf
@@ -29,6 +29,7 @@ from megatron_fp8rl.testing.cpu_shim import CpuShim
 from support.engine import Engine
 from support.megatron import hf_gpt, one_process
 from vllm_fp8rl.compat import int8_pages_have_scales
+from vllm_fp8rl.kernels import exact
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.tiny import make_family_checkpoint
 
@@ -221,3 +222,22 @@ def test_a_cpu_refuses_what_is_not_exact(
 ) -> None:
     with pytest.raises(UnsupportedError, match=r"exact needs dtype torch\.bfloat16 in the rollout"):
         other_engine(checkpoints["a"], Recipe.from_dict({"exact": True}))
+
+
+def test_a_head_whose_sums_depend_on_the_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact.head, "ROWS", 8)
+    monkeypatch.setattr(exact.head, "multiply", lambda x, w_t: reference.multiply(x, w_t.t()))
+    linear = torch.nn.functional.linear
+    seen = []
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(weight.shape))
+        return linear(x, weight) * 2 if len(x) == wrong else reference.multiply(x, weight)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", multiply)
+    wrong = 0
+    exact._check_head(100, 16, most=12, device="cpu")
+    assert seen == [(128, 16)] * 12  # as vLLM pads a vocabulary
+    wrong = 11
+    with pytest.raises(UnsupportedError, match=r"multiplies 11 rows with \[100, 16\] in another"):
+        exact._check_head(100, 16, most=12, device="cpu")

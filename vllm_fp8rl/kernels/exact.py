@@ -14,10 +14,11 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 from vllm.platforms import current_platform
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.kernels import EXACT_MODELS, implementation, reference, require_fp8_linears
+from fp8rl.kernels import EXACT_MODELS, head, implementation, reference, require_fp8_linears
 from fp8rl.kernels.rotary_table import LLAMA3, cos_sin_table, inverse_frequencies
 from fp8rl.pinning import PinPolicy
 from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason
@@ -259,22 +260,30 @@ def _check_kernels(engine: VllmConfig) -> None:
         )
     if engine.cache_config.block_size:  # None until vLLM has chosen one
         check_page_size(engine.cache_config.block_size)
-    _check_head(model.get_vocab_size(), model.get_hidden_size())
+    _check_head(
+        model.get_vocab_size(), model.get_hidden_size(), engine.scheduler_config.max_num_seqs
+    )
     _check_logprobs()
 
 
-def _check_head(words: int, hidden: int) -> None:
-    """Refuse an output projection whose products depend on the number of rows."""
-    make = torch.Generator("cuda").manual_seed(0)
-    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "generator": make}
-    rows, weight = torch.randn(256, hidden, **options), torch.randn(words, hidden, **options)
-    whole = torch.nn.functional.linear(rows, weight)
-    for count in (1, 2, 8, 16, 64, 128):
-        if not torch.equal(torch.nn.functional.linear(rows[:count], weight), whole[:count]):
+def _check_head(words: int, hidden: int, most: int, device: str = "cuda") -> None:
+    """Refuse an output projection by which a batch of up to ``most`` rows has its own sums.
+
+    The trainer multiplies :data:`fp8rl.kernels.head.ROWS` rows at a time, by a weight without the
+    rows with which vLLM pads the vocabulary.
+    """
+    make = torch.Generator(device).manual_seed(0)
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": make}
+    rows = torch.randn(max(most, head.ROWS), hidden, **options)
+    weight = torch.randn(pad_vocab_size(words), hidden, **options)
+    trainers = head.multiply(rows[: head.ROWS], weight[:words].t())
+    for count in range(1, most + 1):
+        found = torch.nn.functional.linear(rows[:count], weight)[: head.ROWS, :words]
+        if not torch.equal(found, trainers[:count]):
             raise UnsupportedError(
                 f"exact needs an output projection whose results do not depend on the number of "
                 f"rows, and cuBLAS multiplies {count} rows with [{words}, {hidden}] in another "
-                f"order than 256; choose another model, {_REMEDY}"
+                f"order than {head.ROWS}; choose another model, {_REMEDY}"
             )
 
 
