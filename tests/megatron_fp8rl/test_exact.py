@@ -35,7 +35,7 @@ from megatron_fp8rl.exact import (
     exact_class,
 )
 from megatron_fp8rl.kv_cache import KVCacheInTraining
-from megatron_fp8rl.linear import Fp8Linear
+from megatron_fp8rl.linear import Call, Fp8Linear, fp8_linear
 from megatron_fp8rl.observers import core_attentions
 from megatron_fp8rl.testing.models import build_gpt
 from support.attention import causal_attention
@@ -163,6 +163,20 @@ def test_the_head_is_multiplied_in_blocks_and_differentiated_as_before(mcore, mo
         assert (found is None) == (expected is None)
         if found is not None:
             torch.testing.assert_close(found, expected)
+
+
+def test_a_norm_is_quantized_as_it_is_computed_with_the_bits_of_both(mcore):
+    """As in TransformerEngine's layers, whose norm is inside of the linear."""
+    model = build_gpt(LLAMA, **FUSED)
+    convert(model, EXACT)
+    layer = model.decoder.layers[0]
+    norm, linear = layer.input_layernorm, layer.self_attention.linear_qkv
+    x = torch.randn(5, 3, 128).bfloat16()
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2)
+        expected = linear(norm(x))[0]
+        call = Call(linear.fp8_state, fusion=False, training=False, norm=(norm.weight, norm.eps))
+        assert torch.equal(fp8_linear(x, linear.weight, None, call), expected)
 
 
 def exact_attention(model: Any, recipe: Recipe = EXACT) -> list[Any]:
