@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmBackend, GemmShape, GroupedBackend, GroupedShape
-from fp8rl.kernels import head, implementation, reference, require_fp8_linears
+from fp8rl.kernels import REMEDY, head, implementation, reference, require_fp8_linears
 from fp8rl.kernels.rotary_table import cos_sin_table, inverse_frequencies
 from fp8rl.numerics import GROUP, fake_quantize_int8_kv, fake_quantize_kv
 from megatron_fp8rl import compat
@@ -36,7 +36,6 @@ from megatron_fp8rl.sites import sites
 from megatron_fp8rl.swiglu import requests_swiglu
 
 _HOPPER = (9, 0)
-_REMEDY = "or set exact to false in the recipe."
 
 
 class ExactNorm(Fp8Module):
@@ -99,7 +98,7 @@ class ExactSelfAttention(Fp8Module, SelfAttention):
         if any(kwargs.get(key) is not None for key in ("inference_context", "inference_params")):
             raise UnsupportedError(
                 "exact does not serve Megatron's own inference, whose tokens start at later "
-                f"positions; sample with the rollout engine, {_REMEDY}"
+                f"positions; sample with the rollout engine, {REMEDY}"
             )
         self.exact_packed = packed_seq_params
         try:
@@ -196,7 +195,7 @@ class ExactCore(Fp8Module):
             raise UnsupportedError(
                 "exact needs to know the rollout's KV cache, and this model has none; after "
                 "convert(model, recipe) make KVCacheInTraining(model, recipe.kv_cache.dtype) (an "
-                f"earlier one must be closed), {_REMEDY}"
+                f"earlier one must be closed), {REMEDY}"
             )
         if layer is not None and not layer.in_service:
             return super().forward(  # type: ignore[misc]
@@ -214,12 +213,12 @@ class ExactCore(Fp8Module):
             raise UnsupportedError(
                 f"exact computes causal attention, and this layer has attn_mask_type "
                 f"{attn_mask_type} and {'no' if attention_bias is None else 'an'} attention_bias; "
-                f"build the model with AttnMaskType.causal and give no bias, {_REMEDY}"
+                f"build the model with AttnMaskType.causal and give no bias, {REMEDY}"
             )
         if attention_mask is not None and (packed or not _is_causal(attention_mask, len(query))):
             raise UnsupportedError(
                 "exact computes causal attention, and attention_mask is not the causal one; give "
-                f"None, and packed_seq_params for several sequences in a row, {_REMEDY}"
+                f"None, and packed_seq_params for several sequences in a row, {REMEDY}"
             )
         if layer is not None:
             layer.count(key, value)
@@ -270,7 +269,7 @@ def plan(chunks: Iterable[Any], setup: Any) -> list[Change]:
                 raise UnsupportedError(
                     f"exact needs torch's or TransformerEngine's RMSNorm at '{path}', not "
                     f"{type(norm).__module__}.{type(norm).__name__}; build the model with "
-                    f"Megatron's local spec or its TransformerEngine spec, {_REMEDY}"
+                    f"Megatron's local spec or its TransformerEngine spec, {REMEDY}"
                 )
             found.append((norm, exact_class(ExactNorm, type(norm)), {}))  # type: ignore[arg-type]
         if chunk.post_process:
@@ -278,7 +277,7 @@ def plan(chunks: Iterable[Any], setup: Any) -> list[Change]:
             if type(output) is not ColumnParallelLinear:
                 raise UnsupportedError(
                     f"exact needs Megatron's ColumnParallelLinear at 'output_layer', not "
-                    f"{type(output).__name__}; leave the output projection in bfloat16, {_REMEDY}"
+                    f"{type(output).__name__}; leave the output projection in bfloat16, {REMEDY}"
                 )
             found.append((output, ExactColumnParallelLinear, {}))
         for layer in chunk.decoder.layers:
@@ -308,7 +307,7 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
             raise UnsupportedError(
                 f"exact needs bfloat16 parameters, as the rollout has, and '{name}' is "
                 f"{parameter.dtype}; call model.bfloat16() or wrap the model in Float16Module (in "
-                f"Megatron-Bridge set params_dtype to torch.bfloat16), {_REMEDY}"
+                f"Megatron-Bridge set params_dtype to torch.bfloat16), {REMEDY}"
             )
     needed = [
         ("multi_latent_attention", config.multi_latent_attention, False),
@@ -354,7 +353,7 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
             raise UnsupportedError(
                 f"exact needs Megatron's SelfAttention in layer {layer.layer_number - 1}, not "
                 f"{type(layer.self_attention).__name__}; build the model with Megatron's local "
-                f"spec or its TransformerEngine spec, {_REMEDY}"
+                f"spec or its TransformerEngine spec, {REMEDY}"
             )
         mlp = layer.mlp
         if isinstance(mlp, MoELayer):
@@ -367,14 +366,14 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
             raise UnsupportedError(
                 f"exact needs a SwiGLU that is rounded once, as the rollout's is, and layer "
                 f"{layer.layer_number - 1} has another; set config.bias_activation_fusion to true "
-                f"and leave the other options of the activation as they are, {_REMEDY}"
+                f"and leave the other options of the activation as they are, {REMEDY}"
             )
     inverse = _frequencies(chunk)
     require_fp8_linears(setup.policy)
     device = next(chunk.parameters()).device
     if device.type == "cpu":
         if config.num_moe_experts:
-            raise UnsupportedError(f"exact needs a Hopper GPU for experts; use one, {_REMEDY}")
+            raise UnsupportedError(f"exact needs a Hopper GPU for experts; use one, {REMEDY}")
         _require_backend(chunk, setup, "reference")
     else:
         _check_kernels(device, config.kv_channels)
@@ -388,13 +387,13 @@ def _check_kernels(device: torch.device, dim: int) -> None:
     if capability != _HOPPER:
         raise UnsupportedError(
             f"exact needs a CPU or a Hopper GPU, of compute capability {_HOPPER}, in the trainer, "
-            f"not {capability} ({device.type}); use one, {_REMEDY}"
+            f"not {capability} ({device.type}); use one, {REMEDY}"
         )
     from fp8rl.kernels.attention import HEAD_SIZES  # needs Triton
 
     if dim not in HEAD_SIZES:
         raise UnsupportedError(
-            f"exact serves heads of {HEAD_SIZES}, not of {dim}; choose another model, {_REMEDY}"
+            f"exact serves heads of {HEAD_SIZES}, not of {dim}; choose another model, {REMEDY}"
         )
 
 
@@ -410,7 +409,7 @@ def _frequencies(chunk: Any) -> Tensor:
     if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-5, atol=0):
         raise UnsupportedError(
             "exact serves plain rotary embeddings and Llama 3's rope_scaling, and this model has "
-            f"other frequencies; choose another model, {_REMEDY}"
+            f"other frequencies; choose another model, {REMEDY}"
         )
     return ours
 
@@ -434,7 +433,7 @@ def _require_backend(chunk: Any, setup: Any, needed: str) -> None:
                 f"exact needs the GEMM backend '{needed}' for '{site.name}' {list(weight.shape)} "
                 f"in the trainer, and '{backend.name}' would multiply it; install DeepGEMM on a "
                 "GPU (a vLLM wheel carries it), name no other backend, "
-                f"choose a model with multiples of {GROUP} features, {_REMEDY}"
+                f"choose a model with multiples of {GROUP} features, {REMEDY}"
             )
 
 

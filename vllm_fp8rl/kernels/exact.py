@@ -18,12 +18,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 from vllm.platforms import current_platform
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.kernels import EXACT_MODELS, head, implementation, reference, require_fp8_linears
+from fp8rl.kernels import EXACT_MODELS, REMEDY, head, implementation, reference, require_fp8_linears
 from fp8rl.kernels.rotary_table import LLAMA3, cos_sin_table, inverse_frequencies
 from fp8rl.pinning import PinPolicy
 from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason
-
-_REMEDY = "or set exact to false in the recipe."
 
 
 @torch.library.custom_op("fp8rl::exact_norm", mutates_args=(), device_types=("cuda", "cpu"))
@@ -216,12 +214,12 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
         if value != good:
             raise UnsupportedError(
                 f"exact needs {what} {good!r} in the rollout engine, not {value!r}; change it, "
-                f"{_REMEDY}"
+                f"{REMEDY}"
             )
     if model.hf_text_config.model_type not in EXACT_MODELS:
         raise UnsupportedError(
             f"exact serves model_type {', '.join(EXACT_MODELS)}, not "
-            f"'{model.hf_text_config.model_type}'; choose another model, {_REMEDY}"
+            f"'{model.hf_text_config.model_type}'; choose another model, {REMEDY}"
         )
     require_fp8_linears(policy)
     if not on_cpu:
@@ -244,7 +242,7 @@ def check_experts(engine: VllmConfig) -> None:
         if value != good:
             raise UnsupportedError(
                 f"exact needs {what} {good!r} of a rollout engine with experts, not {value!r}; "
-                f"change it, {_REMEDY}"
+                f"change it, {REMEDY}"
             )
 
 
@@ -256,7 +254,7 @@ def _check_kernels(engine: VllmConfig) -> None:
     if model.get_head_size() not in HEAD_SIZES:
         raise UnsupportedError(
             f"exact serves heads of {HEAD_SIZES}, not of {model.get_head_size()}; choose another "
-            f"model, {_REMEDY}"
+            f"model, {REMEDY}"
         )
     if engine.cache_config.block_size:  # None until vLLM has chosen one
         check_page_size(engine.cache_config.block_size)
@@ -270,8 +268,10 @@ def _check_head(words: int, hidden: int, most: int, device: str = "cuda") -> Non
     """Refuse an output projection by which a batch of up to ``most`` rows has its own sums.
 
     The trainer multiplies :data:`fp8rl.kernels.head.ROWS` rows at a time, by a weight without the
-    rows with which vLLM pads the vocabulary.
+    rows with which vLLM pads the vocabulary. With few words an engine does so too.
     """
+    if words <= head.FEW_WORDS:
+        return
     make = torch.Generator(device).manual_seed(0)
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": make}
     rows = torch.randn(max(most, head.ROWS), hidden, **options)
@@ -283,7 +283,7 @@ def _check_head(words: int, hidden: int, most: int, device: str = "cuda") -> Non
             raise UnsupportedError(
                 f"exact needs an output projection whose results do not depend on the number of "
                 f"rows, and cuBLAS multiplies {count} rows with [{words}, {hidden}] in another "
-                f"order than {head.ROWS}; choose another model, {_REMEDY}"
+                f"order than {head.ROWS}; choose another model, {REMEDY}"
             )
 
 
@@ -301,5 +301,5 @@ def _check_logprobs() -> None:
     ):
         raise UnsupportedError(
             "vLLM's sampler computes log-probabilities in another order than "
-            f"fp8rl.kernels.logprobs; use a vLLM that docs/versions.md names, {_REMEDY}"
+            f"fp8rl.kernels.logprobs; use a vLLM that docs/versions.md names, {REMEDY}"
         )

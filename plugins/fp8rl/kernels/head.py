@@ -3,7 +3,8 @@
 cuBLAS chooses a kernel by the shape, so that the order of a sum may depend on the number of rows.
 A rollout multiplies as many rows as it samples tokens, and a trainer thousands. The trainer's are
 cut into blocks of :data:`ROWS`, and a rollout engine compares each number of rows that it may have
-with as many at its start.
+with as many at its start. With up to :data:`FEW_WORDS`, where cuBLAS splits sums to occupy a GPU
+and more rows cost nothing, a rollout multiplies such blocks too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 
 ROWS = 1024
 """Of one product: enough that a GPU takes no longer than for all at once."""
+FEW_WORDS = 8192
 
 
 def multiply(x: torch.Tensor, weight_t: torch.Tensor) -> torch.Tensor:
