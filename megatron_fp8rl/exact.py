@@ -55,17 +55,29 @@ class ExactColumnParallelLinear(Fp8Module, ColumnParallelLinear):
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if input.is_cpu:
             return reference.multiply(input, weight)
-        with _HeadInBlocks():  # upstream's backward stays
-            return super()._forward_impl(input.contiguous(), weight, *args, **kwargs)
+        blocks = _HeadInBlocks()
+        with blocks:  # upstream's backward stays
+            y = super()._forward_impl(input.contiguous(), weight, *args, **kwargs)
+        if blocks.products != 1:
+            raise UnsupportedError(
+                "exact cuts the product of Megatron's output projection into blocks, and this "
+                f"version multiplies {blocks.products} times by torch.mm; use one that "
+                f"docs/versions.md names, {REMEDY}"
+            )
+        return y
 
 
 class _HeadInBlocks(TorchDispatchMode):
     """Multiply by :func:`fp8rl.kernels.head.multiply` wherever torch multiplies two matrices."""
 
+    products = 0
+    """How often it has."""
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.mm.default:
+            self.products += 1
             return head.multiply(*args)
         return func(*args, **(kwargs or {}))
 

@@ -153,6 +153,7 @@ def test_the_head_is_multiplied_in_blocks_and_differentiated_as_before(mcore, mo
         given = x.clone().requires_grad_()
         with mode:
             y, _ = layer(given)
+        assert getattr(mode, "products", 1) == 1
         y.float().pow(2).sum().backward()
         results.append((y.detach(), given.grad, layer.weight.grad))
         layer.weight.grad = None
