@@ -15,7 +15,8 @@ prints for each variant what its tensorboard has: the reward and the mismatch of
 seconds by phase, with those of vLLM's own calibrations, which are part of ``generation``, from the
 log, and those before the first step. ``fp8rl-bf16kv`` is a fourth variant, with FP8 rollouts over a
 BF16 KV cache, as upstream's FP8 path has it with a DTensor trainer; ``fp8rl-int8kv`` has an INT8
-cache; ``fp8rl-exact`` is ``exact: true`` with the Megatron trainer and packed sequences.
+cache; ``fp8rl-exact`` is ``exact: true`` with the Megatron trainer, for ``sums`` with packed
+sequences.
 ``--gpus 2`` makes rollouts
 tensor-parallel and training data-parallel over two GPUs. ``--single-controller`` runs
 ``run_grpo_single_controller.py`` instead, with its YAML: the Megatron trainer on one of two GPUs,
@@ -277,8 +278,10 @@ def config(
         }
     if variant == "fp8rl-exact":
         value["fp8rl"] |= {"exact": True, "pins": {}}
-        value["policy"] |= {"logprob_chunk_size": 1024, "sequence_packing": {"enabled": True}}
+        value["policy"]["logprob_chunk_size"] = 1024
         value["policy"]["megatron_cfg"]["defer_fp32_logits"] = True
+        # The other tasks compare variants, so that all make their batches alike.
+        value["policy"]["sequence_packing"]["enabled"] = options.task == "sums"
     if options.single_controller:
         single_controller(value, source, options)
     if options.in_flight:

@@ -25,10 +25,18 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmBackend, GemmShape, GroupedBackend, GroupedShape
-from fp8rl.kernels import implementation, reference, require_fp8_linears, require_served_ranks
+from fp8rl.kernels import (
+    REMEDY,
+    head,
+    implementation,
+    reference,
+    require_fp8_linears,
+    require_served_ranks,
+)
 from fp8rl.kernels.rotary_table import cos_sin_table, inverse_frequencies
 from fp8rl.numerics import GROUP, fake_quantize_int8_kv, fake_quantize_kv
 from megatron_fp8rl import compat
@@ -39,7 +47,6 @@ from megatron_fp8rl.sites import sites
 from megatron_fp8rl.swiglu import requests_swiglu
 
 _HOPPER = (9, 0)
-_REMEDY = "or set exact to false in the recipe."
 
 
 class ExactNorm(Fp8Module):
@@ -52,7 +59,7 @@ class ExactNorm(Fp8Module):
 
 
 class ExactColumnParallelLinear(Fp8Module, ColumnParallelLinear):
-    """The output projection on a CPU; a GPU's has the rollout's bits already."""
+    """The output projection: on a GPU in products of one size, on a CPU in float64."""
 
     upstream_class = ColumnParallelLinear
 
@@ -66,11 +73,39 @@ class ExactColumnParallelLinear(Fp8Module, ColumnParallelLinear):
         tp_group: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        if sequence_parallel:
-            input = gather_from_sequence_parallel_region(input, group=tp_group)
-        elif allreduce_dgrad:
-            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        return reference.multiply(input, weight)
+        if input.is_cpu:
+            if sequence_parallel:
+                input = gather_from_sequence_parallel_region(input, group=tp_group)
+            elif allreduce_dgrad:
+                input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+            return reference.multiply(input, weight)
+        kwargs |= {"allreduce_dgrad": allreduce_dgrad, "tp_group": tp_group}
+        kwargs |= {"sequence_parallel": sequence_parallel}
+        blocks = _HeadInBlocks()
+        with blocks:  # upstream's backward stays
+            y = super()._forward_impl(input.contiguous(), weight, *args, **kwargs)
+        if blocks.products != 1:
+            raise UnsupportedError(
+                "exact cuts the product of Megatron's output projection into blocks, and this "
+                f"version multiplies {blocks.products} times by torch.mm; use one that "
+                f"docs/versions.md names, {REMEDY}"
+            )
+        return y
+
+
+class _HeadInBlocks(TorchDispatchMode):
+    """Multiply by :func:`fp8rl.kernels.head.multiply` wherever torch multiplies two matrices."""
+
+    products = 0
+    """How often it has."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.products += 1
+            return head.multiply(*args)
+        return func(*args, **(kwargs or {}))
 
 
 class ExactSelfAttention(Fp8Module, SelfAttention):
@@ -101,7 +136,7 @@ class ExactSelfAttention(Fp8Module, SelfAttention):
         if any(kwargs.get(key) is not None for key in ("inference_context", "inference_params")):
             raise UnsupportedError(
                 "exact does not serve Megatron's own inference, whose tokens start at later "
-                f"positions; sample with the rollout engine, {_REMEDY}"
+                f"positions; sample with the rollout engine, {REMEDY}"
             )
         self.exact_packed = packed_seq_params
         try:
@@ -198,7 +233,7 @@ class ExactCore(Fp8Module):
             raise UnsupportedError(
                 "exact needs to know the rollout's KV cache, and this model has none; after "
                 "convert(model, recipe) make KVCacheInTraining(model, recipe.kv_cache.dtype) (an "
-                f"earlier one must be closed), {_REMEDY}"
+                f"earlier one must be closed), {REMEDY}"
             )
         if layer is not None and not layer.in_service:
             return super().forward(  # type: ignore[misc]
@@ -216,12 +251,12 @@ class ExactCore(Fp8Module):
             raise UnsupportedError(
                 f"exact computes causal attention, and this layer has attn_mask_type "
                 f"{attn_mask_type} and {'no' if attention_bias is None else 'an'} attention_bias; "
-                f"build the model with AttnMaskType.causal and give no bias, {_REMEDY}"
+                f"build the model with AttnMaskType.causal and give no bias, {REMEDY}"
             )
         if attention_mask is not None and (packed or not _is_causal(attention_mask, len(query))):
             raise UnsupportedError(
                 "exact computes causal attention, and attention_mask is not the causal one; give "
-                f"None, and packed_seq_params for several sequences in a row, {_REMEDY}"
+                f"None, and packed_seq_params for several sequences in a row, {REMEDY}"
             )
         if layer is not None:
             layer.count(key, value)
@@ -272,11 +307,17 @@ def plan(chunks: Iterable[Any], setup: Any) -> list[Change]:
                 raise UnsupportedError(
                     f"exact needs torch's or TransformerEngine's RMSNorm at '{path}', not "
                     f"{type(norm).__module__}.{type(norm).__name__}; build the model with "
-                    f"Megatron's local spec or its TransformerEngine spec, {_REMEDY}"
+                    f"Megatron's local spec or its TransformerEngine spec, {REMEDY}"
                 )
             found.append((norm, exact_class(ExactNorm, type(norm)), {}))  # type: ignore[arg-type]
-        if chunk.post_process and next(chunk.parameters()).is_cpu:
-            found.append((chunk.output_layer, ExactColumnParallelLinear, {}))
+        if chunk.post_process:
+            output = chunk.output_layer
+            if type(output) is not ColumnParallelLinear:
+                raise UnsupportedError(
+                    f"exact needs Megatron's ColumnParallelLinear at 'output_layer', not "
+                    f"{type(output).__name__}; leave the output projection in bfloat16, {REMEDY}"
+                )
+            found.append((output, ExactColumnParallelLinear, {}))
         for layer in chunk.decoder.layers:
             attention = layer.self_attention
             core = attention.core_attention
@@ -305,7 +346,7 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
             raise UnsupportedError(
                 f"exact needs bfloat16 parameters, as the rollout has, and '{name}' is "
                 f"{parameter.dtype}; call model.bfloat16() or wrap the model in Float16Module (in "
-                f"Megatron-Bridge set params_dtype to torch.bfloat16), {_REMEDY}"
+                f"Megatron-Bridge set params_dtype to torch.bfloat16), {REMEDY}"
             )
     needed = [
         ("multi_latent_attention", config.multi_latent_attention, False),
@@ -355,7 +396,7 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
             raise UnsupportedError(
                 f"exact needs Megatron's SelfAttention in layer {layer.layer_number - 1}, not "
                 f"{type(layer.self_attention).__name__}; build the model with Megatron's local "
-                f"spec or its TransformerEngine spec, {_REMEDY}"
+                f"spec or its TransformerEngine spec, {REMEDY}"
             )
         mlp = layer.mlp
         if isinstance(mlp, MoELayer):
@@ -368,14 +409,14 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
             raise UnsupportedError(
                 f"exact needs a SwiGLU that is rounded once, as the rollout's is, and layer "
                 f"{layer.layer_number - 1} has another; set config.bias_activation_fusion to true "
-                f"and leave the other options of the activation as they are, {_REMEDY}"
+                f"and leave the other options of the activation as they are, {REMEDY}"
             )
     inverse = _frequencies(chunk)
     require_fp8_linears(setup.policy)
     device = next(chunk.parameters()).device
     if device.type == "cpu":
         if config.num_moe_experts:
-            raise UnsupportedError(f"exact needs a Hopper GPU for experts; use one, {_REMEDY}")
+            raise UnsupportedError(f"exact needs a Hopper GPU for experts; use one, {REMEDY}")
         _require_backend(chunk, setup, "reference")
     else:
         _check_kernels(device, config.kv_channels)
@@ -389,13 +430,13 @@ def _check_kernels(device: torch.device, dim: int) -> None:
     if capability != _HOPPER:
         raise UnsupportedError(
             f"exact needs a CPU or a Hopper GPU, of compute capability {_HOPPER}, in the trainer, "
-            f"not {capability} ({device.type}); use one, {_REMEDY}"
+            f"not {capability} ({device.type}); use one, {REMEDY}"
         )
     from fp8rl.kernels.attention import HEAD_SIZES  # needs Triton
 
     if dim not in HEAD_SIZES:
         raise UnsupportedError(
-            f"exact serves heads of {HEAD_SIZES}, not of {dim}; choose another model, {_REMEDY}"
+            f"exact serves heads of {HEAD_SIZES}, not of {dim}; choose another model, {REMEDY}"
         )
 
 
@@ -411,7 +452,7 @@ def _frequencies(chunk: Any) -> Tensor:
     if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-5, atol=0):
         raise UnsupportedError(
             "exact serves plain rotary embeddings and Llama 3's rope_scaling, and this model has "
-            f"other frequencies; choose another model, {_REMEDY}"
+            f"other frequencies; choose another model, {REMEDY}"
         )
     return ours
 
@@ -435,7 +476,7 @@ def _require_backend(chunk: Any, setup: Any, needed: str) -> None:
                 f"exact needs the GEMM backend '{needed}' for '{site.name}' {list(weight.shape)} "
                 f"in the trainer, and '{backend.name}' would multiply it; install DeepGEMM on a "
                 "GPU (a vLLM wheel carries it), name no other backend, "
-                f"choose a model with multiples of {GROUP} features, {_REMEDY}"
+                f"choose a model with multiples of {GROUP} features, {REMEDY}"
             )
 
 

@@ -16,9 +16,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from fp8rl.errors import UnsupportedError
+from fp8rl.kernels import REMEDY
 from megatron_fp8rl.linear import Fp8Module
-
-_REMEDY = "or set exact to false in the recipe."
 
 
 class ExactRouter(TopKRouter, Fp8Module):
@@ -54,7 +53,7 @@ class ExactMoELayer(Fp8Module, MoELayer):
         if intermediate_tensors is not None or padding_mask is not None:
             raise UnsupportedError(
                 "exact computes a mixture of experts at once and for every token; leave out "
-                f"padding_mask and CUDA graphs of its parts, {_REMEDY}"
+                f"padding_mask and CUDA graphs of its parts, {REMEDY}"
             )
         if self.moe_layer_recompute:
             return checkpoint(self._mixture, False, hidden_states), None
@@ -98,7 +97,7 @@ def check_experts(layer: Any) -> None:
             raise UnsupportedError(
                 f"exact needs Megatron's {' or '.join(kind.__name__ for kind in kinds)} in a "
                 f"mixture of experts, not {type(module).__name__}; build the model with "
-                f"get_gpt_decoder_block_spec, {_REMEDY}"
+                f"get_gpt_decoder_block_spec, {REMEDY}"
             )
     needed = [
         ("tensor_model_parallel_size", config.tensor_model_parallel_size, 1),
@@ -132,7 +131,7 @@ def require_options(needed: list[tuple[str, Any, Any]]) -> None:
     for what, value, good in needed:
         if value != good:
             raise UnsupportedError(
-                f"exact needs {what} {good!r} in the trainer, not {value!r}; change it, {_REMEDY}"
+                f"exact needs {what} {good!r} in the trainer, not {value!r}; change it, {REMEDY}"
             )
 
 

@@ -35,6 +35,7 @@ from fp8rl.numerics import (
 )
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl import compat
+from megatron_fp8rl.norms import normalized_operand
 from megatron_fp8rl.weight_codes import WeightCodes
 
 
@@ -233,6 +234,9 @@ class Call:
     """The link to the other linear of the same gated MLP."""
     swiglu: bool = False
     """The input is ``[gate, up]``; what is multiplied is ``silu(gate) * up``."""
+    norm: tuple[torch.Tensor, float] | None = None
+    """Weight and epsilon of an RMS norm of the input, computed by the kernel that quantizes it; no
+    backward follows."""
 
     def quantize(
         self, x: torch.Tensor, *, rowwise: bool = False, columnwise: bool = False
@@ -297,10 +301,12 @@ class _Fp8LinearFunction(torch.autograd.Function):
         # The operand of wgrad comes out of the same read, and takes half the memory of x. Under
         # sequence parallel it has groups over tokens of other ranks.
         fused = call.training and not call.sequence_parallel
-        quantize = quantize_swiglu if call.swiglu else quantize_operand
-        operand, for_wgrad = quantize(
-            x.flatten(0, -2), call.state.activation_format, rowwise=True, columnwise=fused
-        )
+        rows, form = x.flatten(0, -2), call.state.activation_format
+        if call.norm is not None:
+            operand, for_wgrad = normalized_operand(rows, *call.norm, form), None
+        else:
+            quantize = quantize_swiglu if call.swiglu else quantize_operand
+            operand, for_wgrad = quantize(rows, form, rowwise=True, columnwise=fused)
         assert operand is not None
         kept: tuple[torch.Tensor, ...] = (x,) if for_wgrad is None else for_wgrad
         if call.swiglu and for_wgrad is not None:

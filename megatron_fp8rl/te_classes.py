@@ -78,7 +78,9 @@ class _Fp8TELinear(Fp8Linear):
 
     check_options = staticmethod(_check_options)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, x: torch.Tensor, norm: tuple[torch.Tensor, float] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         module: Any = self
         state, weight = module.fp8_state, module.weight
         check_weight(state.name, weight)
@@ -95,6 +97,7 @@ class _Fp8TELinear(Fp8Linear):
             tp_group=module.tp_group if parallel else None,
             link=module.fp8_link,
             swiglu=module.takes_gate_and_up,
+            norm=norm,
         )
         y = fp8_linear(x, weight, None if row else added, call)
         if row:  # the bias comes after the sum over ranks
@@ -140,7 +143,10 @@ class Fp8TELayerNormColumnParallelLinear(_Fp8TELinear, TELayerNormColumnParallel
                 f"'{self.fp8_state.name}' has return_layernorm_output on: FP8 training does not "
                 "serve LoRA; set training to false in the recipe, or train without adapters."
             )
-        return super().forward(normalize(self, x, exact=self.fp8_setup.recipe.exact))
+        exact = self.fp8_setup.recipe.exact
+        if exact and not torch.is_grad_enabled():  # a backward would need the normalized rows
+            return super().forward(x, norm=(self.layer_norm_weight, self.eps))
+        return super().forward(normalize(self, x, exact=exact))
 
 
 class _Fp8TEGroupedLinear(Fp8Linear):

@@ -93,7 +93,7 @@ def test_what_cannot_be_run_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("task", ["sums", "real"])
+@pytest.mark.parametrize("task", ["sums", "real", "long"])
 def test_the_exact_variant_is_served(
     benchmark: ModuleType, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +102,7 @@ def test_the_exact_variant_is_served(
 
     arguments = ["--source", tmp_path, "--folder", tmp_path, "--trainer", "megatron"]
     arguments += ["--variants", "fp8rl-exact", "--task", task]
+    arguments += ["--model", tmp_path] if task == "long" else []
     monkeypatch.setattr(sys, "argv", ["nemo_rl.py", *map(str, arguments)])
     options = benchmark.parse()
     value = benchmark.config(options, tmp_path, tmp_path, tmp_path, "fp8rl-exact")
@@ -112,6 +113,8 @@ def test_the_exact_variant_is_served(
         section["fp8rl"] = block
     keys = read(value, DRIVERS["grpo"])
     assert keys is not None and keys.recipe.exact and keys.recipe.kv_cache.dtype == "fp8_e4m3"
+    dynamic = policy.get("dynamic_batching", {}).get("enabled", False)
+    assert not (dynamic and policy["sequence_packing"]["enabled"])  # NeMo RL refuses both
 
 
 def test_a_resumed_run_is_put_together(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import ImportanceSampling, Rejection
-from nemo_rl_ext.driver.exactness import share_equal
+from nemo_rl_ext.driver.exactness import count_equal
 from nemo_rl_ext.driver.mismatch_guard import LEVELS, Level, MismatchGuard
 from nemo_rl_ext.grpo.importance_sampling import correct, resolve_corrector
 from nemo_rl_ext.grpo.log_ratio import token_log_ratio
@@ -34,14 +34,11 @@ class BatchCorrection:
         guard: or None.
         in_pieces: a step's batch comes in several calls, and :meth:`end_step` follows the last one
             (single controller).
-        exact: of the recipe: the share of equal logprobs is among the metrics of a step in pieces.
-            Those of a whole batch have it from :mod:`nemo_rl_ext.patches.batch`.
     """
 
     settings: ImportanceSampling
     guard: MismatchGuard | None = None
     in_pieces: bool = False
-    exact: bool = False
     skips: bool = False
     """Whether the step of the last batch is left out, in every pass over it."""
     outgrown: int | None = None
@@ -52,6 +49,16 @@ class BatchCorrection:
         self._pieces: list[tuple[torch.Tensor, ...]] = []
         """Of each piece of the step: ``rollout``, ``trainer``, ``counts``, ``kept``, ``[B, S - 1]``
         (both engines' logprobs, the tokens that counted, and those left after rejection)."""
+        self._equal = (0, 0)
+
+    def count_equal(self, train_data: Mapping[str, Any]) -> None:
+        """Count a piece's tokens of equal log-probabilities, for the metrics of the step.
+
+        Args:
+            train_data: as :meth:`correct` takes it, before upstream masks sequences that differ.
+        """
+        equal, total = count_equal(train_data)
+        self._equal = (self._equal[0] + equal, self._equal[1] + total)
 
     def correct(
         self, train_data: MutableMapping[str, Any], *, masked: float | None = None
@@ -125,18 +132,20 @@ class BatchCorrection:
             UnsupportedError: the guard ends the run.
         """
         metrics: dict[str, float] = {}
+        equal, total = self._equal
+        self._equal = (0, 0)
         if self._pieces:
             rollout, trainer, counts, kept = self._all_pieces()
             whole = correct(rollout, trainer, counts, self.settings, self._corrector)
             metrics = dict(whole.metrics)
-            if self.exact:
-                metrics["equal_logprobs"] = share_equal(rollout, trainer, counts)
             emptied = self.skips or not whole.weights[kept].any()
             metrics |= self._close(metrics["token_mult_prob_error"], emptied=emptied)
             if self.guard is not None:
                 dropped = float((whole.mask & ~kept).sum())
                 metrics["guard_rejected_share"] = dropped / max(float(whole.mask.sum()), 1.0)
             metrics |= self._step_metrics()
+        if total:
+            metrics["equal_logprobs"] = equal / total
         self._pieces.clear()
         skips, self.skips = self.skips, False
         return skips, _named(metrics)

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
@@ -29,26 +27,30 @@ def equal_logprobs(
     Returns:
         ``fp8rl/equal_logprobs``; nothing where no token counts.
     """
-    counts = (train_data["token_mask"] * train_data["sample_mask"].unsqueeze(-1)) != 0
-    counts[:, 0] = False  # a first token has no log-probability
-    if not counts.any():
+    equal, total = count_equal(train_data)
+    if not total:
         return {}
-    share = share_equal(train_data["generation_logprobs"], train_data["prev_logprobs"], counts)
-    if on_policy and share < 1:
-        total = int(counts.sum())
+    if on_policy and equal < total:
         logger.error(
             "fp8rl: exact does not hold: %d of %d tokens have other log-probabilities in the "
             "trainer than in the rollout; 'fp8rl exact %s' finds the first module that differs.",
-            round((1 - share) * total),
+            total - equal,
             total,
             _folder(model),
         )
-    return {"fp8rl/equal_logprobs": share}
+    return {"fp8rl/equal_logprobs": equal / total}
 
 
-def share_equal(rollout: torch.Tensor, trainer: torch.Tensor, counts: torch.Tensor) -> float:
-    """Return the share of the tokens that ``counts`` marks, all ``[B, S]``, with equal ones."""
-    return (rollout == trainer)[counts].double().mean().item()
+def count_equal(train_data: Mapping[str, Any]) -> tuple[int, int]:
+    """Count the tokens in the loss: those with equal log-probabilities, and all.
+
+    Args:
+        train_data: see :func:`equal_logprobs`.
+    """
+    counts = (train_data["token_mask"] * train_data["sample_mask"].unsqueeze(-1)) != 0
+    counts[:, 0] = False  # a first token has no log-probability
+    equal = train_data["generation_logprobs"] == train_data["prev_logprobs"]
+    return int((equal & counts).sum()), int(counts.sum())
 
 
 def _folder(model: str) -> str:

@@ -78,10 +78,7 @@ class CorrectedPGLossFn(ClippedPGLossFn):
                     self.guard, bf16=not self.recipe.rollout, max_age=self.max_age
                 )
             run.correction = BatchCorrection(
-                settings,
-                guard,
-                in_pieces=self.driver == "single_controller",
-                exact=self.recipe.exact,
+                settings, guard, in_pieces=self.driver == "single_controller"
             )
 
     def __call__(

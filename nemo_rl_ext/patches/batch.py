@@ -44,6 +44,8 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
             from nemo_rl_ext.driver.exactness import equal_logprobs
 
             equal = equal_logprobs(data, run.exact_model, on_policy=not run.queues_batches)
+            if run.correction is not None and run.correction.in_pieces:
+                run.correction.count_equal(data)
         metrics = masking(*given.args, **given.kwargs)
         metrics.update(equal)
         if run.correction is not None:

@@ -268,6 +268,21 @@ def test_log_probabilities():
     torch.testing.assert_close((largest + log_sum).double(), logits.double().logsumexp(-1))
 
 
+@pytest.mark.parametrize(("words", "hidden"), [(151_936, 4096), (49_152, 768)])
+def test_the_trainers_head_has_the_bits_of_few_rows(words, hidden):
+    from fp8rl.kernels import head
+
+    torch.manual_seed(0)
+    x = torch.randn(2 * head.ROWS + 300, hidden, device=DEVICE).bfloat16()
+    weight = torch.randn(words, hidden, device=DEVICE).bfloat16()
+    whole = head.multiply(x, weight.t())
+    for count in (1, 3, 16, 77, 256):
+        for start in (0, head.ROWS - 1, 2 * head.ROWS + 40):
+            rows = slice(start, start + count)
+            alone = torch.nn.functional.linear(x[rows], weight)
+            assert torch.equal(alone[: len(whole[rows])], whole[rows]), (count, start)
+
+
 @pytest.mark.parametrize("words", [49_152, 50_001])
 def test_log_probabilities_of_views(words):
     """Megatron's logits are ``[S, B, V]`` in memory, and NeMo RL's packed loss takes parts."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
+from fp8rl.kernels import head
 from fp8rl.kernels.rotary_table import inverse_frequencies
 from fp8rl.kv_scales import scale_names
 from megatron_fp8rl import compat, convert, exact
@@ -33,7 +35,7 @@ from megatron_fp8rl.exact import (
     exact_class,
 )
 from megatron_fp8rl.kv_cache import KVCacheInTraining
-from megatron_fp8rl.linear import Fp8Linear
+from megatron_fp8rl.linear import Call, Fp8Linear, fp8_linear
 from megatron_fp8rl.observers import core_attentions
 from megatron_fp8rl.testing.models import build_gpt
 from support.attention import causal_attention
@@ -106,6 +108,11 @@ def test_other_classes_positions_and_vocabularies_are_refused(mcore):
     attention.__class__ = type("Mine", (type(attention),), {})
     with pytest.raises(UnsupportedError, match=r"SelfAttention in layer 1, not Mine"):
         convert(model, EXACT)
+    output, model.output_layer = model.output_layer, torch.nn.Linear(128, 64, bias=False).bfloat16()
+    attention.__class__ = type(model.decoder.layers[0].self_attention)
+    with pytest.raises(UnsupportedError, match=r"ColumnParallelLinear at 'output_layer', not Lin"):
+        convert(model, EXACT)
+    model.output_layer = output
     model.rotary_pos_emb.seq_len_interpolation_factor = 2.0
     with pytest.raises(UnsupportedError, match=r"seq_len_interpolation_factor None .* not 2\.0"):
         convert(model, EXACT)
@@ -141,6 +148,45 @@ def test_a_conversion_that_breaks_off_leaves_nothing(mcore):
         adopt(prepare(model.config, Recipe()), [model], interrupted())
     assert [type(module) for module in model.modules()] == before
     assert [set(vars(module)) for module in model.modules()] == attributes
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_head_is_multiplied_in_blocks_and_differentiated_as_before(mcore, monkeypatch, frozen):
+    """By ``_HeadInBlocks`` alone: on a CPU the class takes float64."""
+    monkeypatch.setattr(head, "ROWS", 8)
+    torch.manual_seed(0)
+    layer = build_gpt(LLAMA).output_layer.requires_grad_(not frozen)
+    x = torch.randn(7, 3, 128).bfloat16()
+    results = []
+    for mode in (exact._HeadInBlocks(), nullcontext()):
+        given = x.clone().requires_grad_()
+        with mode:
+            y, _ = layer(given)
+        assert getattr(mode, "products", 1) == 1
+        y.float().pow(2).sum().backward()
+        results.append((y.detach(), given.grad, layer.weight.grad))
+        layer.weight.grad = None
+    (y, *_), (_, *upstreams) = results
+    blocks = head.multiply(x.flatten(0, 1), layer.weight.detach().t())
+    assert torch.equal(y.flatten(0, 1), blocks)
+    for found, expected in zip(results[0][1:], upstreams, strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None:
+            torch.testing.assert_close(found, expected)
+
+
+def test_a_norm_is_quantized_as_it_is_computed_with_the_bits_of_both(mcore):
+    """As in TransformerEngine's layers, whose norm is inside of the linear."""
+    model = build_gpt(LLAMA, **FUSED)
+    convert(model, EXACT)
+    layer = model.decoder.layers[0]
+    norm, linear = layer.input_layernorm, layer.self_attention.linear_qkv
+    x = torch.randn(5, 3, 128).bfloat16()
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2)
+        expected = linear(norm(x))[0]
+        call = Call(linear.fp8_state, fusion=False, training=False, norm=(norm.weight, norm.eps))
+        assert torch.equal(fp8_linear(x, linear.weight, None, call), expected)
 
 
 def exact_attention(model: Any, recipe: Recipe = EXACT) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from fp8rl.first_layers import write_first_layers
 
 pytest.importorskip("vllm")
 
-from megatron_fp8rl.testing.exact_replay import compare, trainer
+from megatron_fp8rl.testing.exact_replay import _Rows, compare, trainer
 from vllm_fp8rl.exact_record import record
 from vllm_fp8rl.testing.tiny import make_family_checkpoint
 
@@ -74,3 +75,11 @@ def test_another_trainer_differs(mcore: None, recorded: ExactRequest) -> None:
     rows = compared(recorded, Recipe())
     assert "model.layers.0.self_attn.attn" in differing(rows)
     assert rows[-1].equal < rows[-1].total / 2
+
+
+def test_bits_are_compared_and_not_numbers() -> None:
+    rows = _Rows({"modules": {}, "device": "cpu"})
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.tensor([0.0, math.nan, 1.0], dtype=dtype)
+        rows.add("x", x, torch.tensor([-0.0, math.nan, 1.0], dtype=dtype))
+    assert [row.equal for row in rows.found] == [2, 2]

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
-from fp8rl.kernels import implementation
+from fp8rl.kernels import implementation, reference
 from fp8rl.kv_scales import scale_names
 from megatron_fp8rl import convert
 from megatron_fp8rl.export import export_hf
@@ -31,6 +31,8 @@ from support.engine import Engine
 from support.megatron import hf_gpt, one_process
 from support.processes import run_forked, run_ranks
 from vllm_fp8rl.compat import int8_pages_have_scales
+from vllm_fp8rl.kernels import exact
+from vllm_fp8rl.quantization.linear import few_words
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.tiny import make_family_checkpoint
 
@@ -236,3 +238,31 @@ def test_a_cpu_refuses_what_is_not_exact(
 ) -> None:
     with pytest.raises(UnsupportedError, match=r"exact needs dtype torch\.bfloat16 in the rollout"):
         other_engine(checkpoints["a"], Recipe.from_dict({"exact": True}))
+
+
+def test_a_head_whose_sums_depend_on_the_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact.head, "ROWS", 8)
+    monkeypatch.setattr(exact.head, "FEW_WORDS", 99)
+    monkeypatch.setattr(exact.head, "multiply", lambda x, w_t: reference.multiply(x, w_t.t()))
+    linear = torch.nn.functional.linear
+    seen = []
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(weight.shape))
+        return linear(x, weight) * 2 if len(x) == wrong else reference.multiply(x, weight)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", multiply)
+    wrong = 0
+    exact._check_head(100, 16, most=12, device="cpu")
+    assert seen == [(128, 16)] * 12  # as vLLM pads a vocabulary
+    wrong = 11
+    with pytest.raises(UnsupportedError, match=r"multiplies 11 rows with \[100, 16\] in another"):
+        exact._check_head(100, 16, most=12, device="cpu")
+
+
+def test_a_head_of_few_words_is_multiplied_as_the_trainer_does() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 16).bfloat16(), torch.randn(128, 16).bfloat16()
+    found = few_words(x, weight, 100)
+    assert torch.equal(found[:, :100], exact.head.multiply(x, weight[:100].t()))
+    assert found.shape == (3, 128) and not found[:, 100:].any()

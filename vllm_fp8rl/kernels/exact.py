@@ -19,12 +19,17 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    DEFAULT_VOCAB_PADDING_SIZE,
+    pad_vocab_size,
+)
 from vllm.platforms import current_platform
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.kernels import (
     EXACT_MODELS,
+    REMEDY,
+    head,
     implementation,
     reference,
     require_fp8_linears,
@@ -33,8 +38,6 @@ from fp8rl.kernels import (
 from fp8rl.kernels.rotary_table import LLAMA3, cos_sin_table, inverse_frequencies
 from fp8rl.pinning import PinPolicy
 from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason
-
-_REMEDY = "or set exact to false in the recipe."
 
 
 @torch.library.custom_op("fp8rl::exact_norm", mutates_args=(), device_types=("cuda", "cpu"))
@@ -226,12 +229,12 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
         if value != good:
             raise UnsupportedError(
                 f"exact needs {what} {good!r} in the rollout engine, not {value!r}; change it, "
-                f"{_REMEDY}"
+                f"{REMEDY}"
             )
     if model.hf_text_config.model_type not in EXACT_MODELS:
         raise UnsupportedError(
             f"exact serves model_type {', '.join(EXACT_MODELS)}, not "
-            f"'{model.hf_text_config.model_type}'; choose another model, {_REMEDY}"
+            f"'{model.hf_text_config.model_type}'; choose another model, {REMEDY}"
         )
     require_fp8_linears(policy)
     require_served_ranks("tensor_parallel_size", parallel.tensor_parallel_size)
@@ -252,7 +255,7 @@ def _check_ranks(engine: VllmConfig) -> None:
             raise UnsupportedError(
                 f"exact with tensor_parallel_size {ranks} needs a multiple of {unit} as {what}, "
                 f"not {count}, because vLLM's ranks hold other parts than the trainer's; set "
-                f"tensor_parallel_size to 1 in both engines, {_REMEDY}"
+                f"tensor_parallel_size to 1 in both engines, {REMEDY}"
             )
 
 
@@ -280,7 +283,7 @@ def check_sums(engine: VllmConfig) -> None:
                 "exact needs an all-reduce that adds the parts of two ranks in one rounding, and "
                 f"vLLM's does not for bfloat16 [{rows}, {hidden}]; set "
                 "disable_custom_all_reduce=True and the variables VLLM_ALLREDUCE_USE_SYMM_MEM and "
-                f"VLLM_ALLREDUCE_USE_FLASHINFER to 0, which leaves NCCL's, {_REMEDY}"
+                f"VLLM_ALLREDUCE_USE_FLASHINFER to 0, which leaves NCCL's, {REMEDY}"
             )
 
 
@@ -301,7 +304,7 @@ def check_experts(engine: VllmConfig) -> None:
         if value != good:
             raise UnsupportedError(
                 f"exact needs {what} {good!r} of a rollout engine with experts, not {value!r}; "
-                f"change it, {_REMEDY}"
+                f"change it, {REMEDY}"
             )
 
 
@@ -313,27 +316,39 @@ def _check_kernels(engine: VllmConfig) -> None:
     if model.get_head_size() not in HEAD_SIZES:
         raise UnsupportedError(
             f"exact serves heads of {HEAD_SIZES}, not of {model.get_head_size()}; choose another "
-            f"model, {_REMEDY}"
+            f"model, {REMEDY}"
         )
     if engine.cache_config.block_size:  # None until vLLM has chosen one
         check_page_size(engine.cache_config.block_size)
     ranks = engine.parallel_config.tensor_parallel_size
-    _check_head(model.get_vocab_size() // ranks, model.get_hidden_size())
+    _check_head(
+        model.get_vocab_size() // ranks,
+        model.get_hidden_size(),
+        engine.scheduler_config.max_num_seqs,
+    )
     _check_logprobs()
 
 
-def _check_head(words: int, hidden: int) -> None:
-    """Refuse an output projection whose products depend on the number of rows."""
-    make = torch.Generator("cuda").manual_seed(0)
-    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "generator": make}
-    rows, weight = torch.randn(256, hidden, **options), torch.randn(words, hidden, **options)
-    whole = torch.nn.functional.linear(rows, weight)
-    for count in (1, 2, 8, 16, 64, 128):
-        if not torch.equal(torch.nn.functional.linear(rows[:count], weight), whole[:count]):
+def _check_head(words: int, hidden: int, most: int, device: str = "cuda") -> None:
+    """Refuse an output projection by which a batch of up to ``most`` rows has its own sums.
+
+    The trainer multiplies :data:`fp8rl.kernels.head.ROWS` rows at a time, by a weight without the
+    rows with which vLLM pads the vocabulary. With few words an engine does so too.
+    """
+    if words <= head.FEW_WORDS:
+        return
+    make = torch.Generator(device).manual_seed(0)
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": make}
+    rows = torch.randn(max(most, head.ROWS), hidden, **options)
+    weight = torch.randn(pad_vocab_size(words), hidden, **options)
+    trainers = head.multiply(rows[: head.ROWS], weight[:words].t())
+    for count in range(1, most + 1):
+        found = torch.nn.functional.linear(rows[:count], weight)[: head.ROWS, :words]
+        if not torch.equal(found, trainers[:count]):
             raise UnsupportedError(
                 f"exact needs an output projection whose results do not depend on the number of "
                 f"rows, and cuBLAS multiplies {count} rows with [{words}, {hidden}] in another "
-                f"order than 256; choose another model, {_REMEDY}"
+                f"order than {head.ROWS}; choose another model, {REMEDY}"
             )
 
 
@@ -351,5 +366,5 @@ def _check_logprobs() -> None:
     ):
         raise UnsupportedError(
             "vLLM's sampler computes log-probabilities in another order than "
-            f"fp8rl.kernels.logprobs; use a vLLM that docs/versions.md names, {_REMEDY}"
+            f"fp8rl.kernels.logprobs; use a vLLM that docs/versions.md names, {REMEDY}"
         )

@@ -26,7 +26,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
 from fp8rl.gemm import GemmShape
-from fp8rl.kernels import reference
+from fp8rl.kernels import head, reference
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 from vllm_fp8rl.kernels.choice import select_kernel
 from vllm_fp8rl.state import RankState
@@ -308,4 +308,22 @@ class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
             if self.state.recipe.exact:
                 return reference.multiply(x, layer.weight)
             return torch.nn.functional.linear(x, layer.weight, bias)
+        words = layer.shard_indices.num_org_elements
+        if self.state.recipe.exact and words <= head.FEW_WORDS:
+            return few_words(x, layer.weight, words)
         return super().apply(layer, x, bias)
+
+
+def few_words(x: torch.Tensor, weight: torch.Tensor, words: int) -> torch.Tensor:
+    """Multiply as the trainer does, without the rows that pad a vocabulary.
+
+    Args:
+        x: ``[rows, K]``.
+        weight: ``[padded words, K]``.
+        words: of the model.
+
+    Returns:
+        ``[rows, padded words]``, with zeros behind the words.
+    """
+    found = head.multiply(x, weight[:words].t())
+    return torch.nn.functional.pad(found, (0, len(weight) - words))

@@ -15,6 +15,8 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.kernels import reference
 from fp8rl.pinning import PinPolicy
 
+REMEDY = "or set exact to false in the recipe."
+"""End of a message that refuses what ``exact`` does not serve."""
 EXACT_MODELS = ("llama", "qwen3", "qwen3_moe")
 """Model types whose layers have no place but those that both engines share."""
 EXACT_RANKS = (1, 2)
@@ -54,5 +56,5 @@ def require_fp8_linears(policy: PinPolicy) -> None:
         raise UnsupportedError(
             f"exact needs every linear layer of the decoder in FP8, and '{name}' is pinned to "
             "BF16, where products depend on the number of tokens beside; remove the pin "
-            f"({policy.row(name).reason}), or set exact to false in the recipe."
+            f"({policy.row(name).reason}), {REMEDY}"
         )

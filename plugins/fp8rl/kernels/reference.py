@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from fp8rl.numerics.reference import quantize_operand
 from fp8rl.numerics.reference import swiglu as swiglu  # the trainer's, before its quantization
+from fp8rl.recipe import ScaleFormat
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -23,6 +25,20 @@ def add_rms_norm(
     """See :func:`fp8rl.kernels.norm.add_rms_norm`."""
     total = x + residual
     return rms_norm(total, weight, epsilon), total
+
+
+def rms_norm_quantize(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    scale_format: ScaleFormat,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """See :func:`fp8rl.kernels.norm.rms_norm_quantize`; scales are not padded."""
+    total = x if residual is None else x + residual
+    side = quantize_operand(rms_norm(total, weight, epsilon), scale_format, True, False).rowwise
+    assert side is not None
+    return side.codes, side.scale_inv.t(), None if residual is None else total
 
 
 def rotate(

@@ -47,12 +47,15 @@ def test_weights_are_those_of_the_whole_batch_at_upstreams_positions() -> None:
     assert metrics["fp8rl/step_skipped"] == 0
 
 
-def test_a_step_in_pieces_has_the_share_of_equal_tokens() -> None:
-    for exact, share in ((True, 0.75), (False, None)):
-        run = BatchCorrection(ImportanceSampling(), in_pieces=True, exact=exact)
-        run.correct(batch([0.0, 0.0]))
-        run.correct(batch([0.0, 1e-6], tokens=4))
-        assert run.end_step()[1].get("fp8rl/equal_logprobs") == share
+def test_a_step_in_pieces_has_the_share_of_equal_tokens_before_any_is_masked() -> None:
+    run = BatchCorrection(ImportanceSampling(), in_pieces=True)
+    for piece in (batch([0.0, 0.0]), batch([0.0, 1e-6], tokens=4)):
+        run.count_equal(piece)
+        piece["sample_mask"][1] = 0  # as upstream's threshold
+        run.correct(piece)
+    assert run.end_step()[1]["fp8rl/equal_logprobs"] == 0.75
+    run.correct(batch([0.0]))
+    assert "fp8rl/equal_logprobs" not in run.end_step()[1]
 
 
 @pytest.mark.parametrize("in_pieces", [False, True])

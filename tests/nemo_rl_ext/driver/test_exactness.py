@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from fp8rl.recipe import ImportanceSampling
+from nemo_rl_ext.driver.batch_correction import BatchCorrection
 from nemo_rl_ext.driver.exactness import equal_logprobs
 from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches import batch, config
@@ -77,13 +79,14 @@ def test_a_batch_without_tokens_has_no_share() -> None:
 
 
 @pytest.mark.parametrize("queues", [True, False])
+@pytest.mark.parametrize("in_pieces", [True, False])
 @pytest.mark.parametrize("model", [None, MODEL])
 def test_each_step_has_it_before_upstream_masks_what_differs(
-    queues: bool, model: str | None, caplog: pytest.LogCaptureFixture
+    queues: bool, in_pieces: bool, model: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     def masking(train_data: Any, rewards: Any, seq_logprob_error_threshold: Any) -> Any:
         train_data["sample_mask"].zero_()
-        return {"num_masked_seqs": 1}
+        return {"num_masked_seqs": 1, "mean_seq_mult_prob_error": 1.0}
 
     module: Any = ModuleType("nemo_rl.algorithms.grpo")
     name = "compute_and_apply_seq_logprob_error_masking"
@@ -91,10 +94,13 @@ def test_each_step_has_it_before_upstream_masks_what_differs(
     masking.__qualname__ = name  # as a function of a module
     finder = PatchFinder()
     finder.run.exact_model, finder.run.queues_batches = model, queues
+    finder.run.correction = BatchCorrection(ImportanceSampling(), in_pieces=in_pieces)
     batch.apply(module, finder)
     metrics = getattr(module, name)(data((0, 3)), torch.ones(2), 1.0)
+    step = finder.run.correction.end_step()[1]
+    assert ("fp8rl/equal_logprobs" in step) == (in_pieces and model is not None)
     if model is None:
-        assert metrics == {"num_masked_seqs": 1}
+        assert "fp8rl/equal_logprobs" not in metrics
     else:
         assert metrics["fp8rl/equal_logprobs"] == pytest.approx(2 / 3)
     assert ("exact does not hold" in caplog.text) == (model is not None and not queues)
