@@ -346,7 +346,7 @@ def test_the_start_of_the_guide_is_that_of_the_readme() -> None:
         starts.append([ast.unparse(call) for call in calls if "LLM" in ast.unparse(call.func)])
     assert [start.replace("Recipe()", "recipe") for start in starts[0]] == starts[1]
     assert len(starts[0]) == 1
-    assert block("vllm-start").endswith('if __name__ == "__main__":\n    main()\n')
+    assert re.search(r'\nif __name__ == "__main__":[^\n]*\n    main\(\)\n$', block("vllm-start"))
 
 
 def test_entry_of_a_family() -> None:
