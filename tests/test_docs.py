@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 PAPERS = {
     str(file.relative_to(ROOT)): file.read_text(encoding="utf-8")
     for file in (
-        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
         ROOT / "tests" / "gpu" / "README.md",
         *sorted(DOCS.rglob("*.md")),
     )
@@ -32,6 +32,22 @@ PATH = re.compile(
     r"(?<![\w./-])(?:plugins|vllm_fp8rl|megatron_fp8rl|nemo_rl_ext|fp8rl_demo|tests|benchmarks"
     r"|examples|recipes|tools)/[\w./-]+\.(?:py|md|yaml|json)\b"
 )
+PUBLISHED = (
+    "fp8rl.Recipe.load",
+    "vllm_fp8rl.engine_args",
+    "vllm_fp8rl.refit.refit",
+    "vllm_fp8rl.refit.worker.RefitWorker",
+    "megatron_fp8rl.convert",
+    "megatron_fp8rl.Conversion",
+    "megatron_fp8rl.export.export_hf",
+    "megatron_fp8rl.export.fp8_wire",
+    "megatron_fp8rl.kv_cache.KVCacheInTraining.set",
+    "megatron_fp8rl.observers.QKVObserver.scales",
+    "nemo_rl_ext.GRPOConfig",
+    "nemo_rl_ext.GRPOLoss",
+    "nemo_rl_ext.group_relative_advantages",
+)
+"""What READMEs of this project have told people to import."""
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]*))?\)")
 
@@ -90,6 +106,19 @@ def test_what_is_said_to_be_removed_is_gone() -> None:
     names = [name for row in rows for name in DOTTED.findall(row)]
     assert names
     assert not [name for name in names if not missing(name)]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_a_readme_once_named_is_there_or_has_a_successor(name: str) -> None:
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("vllm")
+    table = PAPERS["CHANGELOG.md"].split("\n### Removed\n")[1].split("\n\n#")[0]
+    gone = {
+        dotted
+        for row in re.findall(r"^\| (`[^|]*)\|", table, re.M)
+        for dotted in DOTTED.findall(row)
+    }
+    assert (missing(name) is None) != (name in gone)
 
 
 @pytest.mark.parametrize("page", PAPERS)
@@ -187,8 +216,28 @@ def test_every_page_is_in_the_navigation() -> None:
     named = set(re.findall(r"[\w/]+\.md", nav))
     assert pages <= named
     # tools/site_hooks.py makes pages of them; one named README.md would replace the start page.
-    beside = {"readme.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    beside = {"readme.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"}
     assert {name for name in named if not (DOCS / name).exists()} <= beside
+    assert re.findall(r"[\w/]+\.md", nav)[0] == "index.md"
+
+
+@pytest.mark.parametrize(
+    ("remote", "page"),
+    [
+        ("https://user:secret@example.org/team/fp8rl.git", "https://example.org/team/fp8rl"),
+        ("git@example.org:team/fp8rl.git", "https://example.org/team/fp8rl"),
+        ("ssh://git@example.org/team/fp8rl", "https://example.org/team/fp8rl"),
+        ("/srv/fp8rl", None),
+        ("", None),
+    ],
+)
+def test_the_site_links_to_the_clones_origin_without_its_password(
+    remote: str, page: str | None
+) -> None:
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "tools" / "site_hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    assert hooks.repository_url(remote) == page
 
 
 def test_search_of_the_site_needs_no_network() -> None:

@@ -52,6 +52,14 @@ def test_the_sdist_has_what_git_has() -> None:
     assert {*included, *of_itself} == {Path(file).parts[0] for file in listed.stdout.splitlines()}
 
 
+def test_every_package_of_the_wheel_says_that_it_is_typed() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    included = settings["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
+    packages = [folder for folder in included if (ROOT / folder / "__init__.py").is_file()]
+    assert len(packages) >= 5
+    assert not [name for name in packages if not (ROOT / name / "py.typed").is_file()]
+
+
 @pytest.fixture(autouse=True)
 def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY"):

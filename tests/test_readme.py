@@ -25,13 +25,12 @@ from support.processes import environment, run_forked
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-EXAMPLE = ROOT / "examples" / "fp8rl_plugin_example"
 PAGES = {
     str(file.relative_to(ROOT)): file.read_text(encoding="utf-8")
     for file in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
 }
-README, VLLM, EXTENDING = (
-    PAGES[name] for name in ("README.md", "docs/vllm.md", "docs/extending.md")
+README, VLLM, RECIPE, EXTENDING = (
+    PAGES[name] for name in ("README.md", "docs/vllm.md", "docs/recipe.md", "docs/extending.md")
 )
 RUN_ELSEWHERE = {"offline", "async"}
 """Blocks of docs/vllm.md that tests/vllm_fp8rl/refit runs on its engines."""
@@ -77,8 +76,8 @@ def normal(text: str) -> str:
 
 
 def write_recipe(folder: Path) -> None:
-    """Write the README's recipe.yaml."""
-    (recipe,) = [text for text in fenced("yaml") if text.startswith("# recipe.yaml")]
+    """Write the recipe.yaml of docs/recipe.md."""
+    (recipe,) = [text for text in fenced("yaml", RECIPE) if text.startswith("# recipe.yaml")]
     (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
 
 
@@ -127,7 +126,16 @@ load_hf(model, sent)
 bf16 = model(tokens, positions, None)
 """
 
-# The README's recipe pins the first down_proj and the last layer.
+# Between the README's block and the guide's: the model is what it was.
+MEGATRON_BETWEEN = """
+assert not torch.equal(logits, bf16), "the linears run in FP8"
+assert {name for name, tensor in wire} == {*sent, *observer.scales(1.0)}
+observer.close()
+conversion.close()
+assert torch.equal(model(tokens, positions, None), bf16)
+"""
+
+# The recipe of docs/recipe.md pins the first down_proj and the last layer.
 MEGATRON_AFTER = """
 assert not torch.equal(logits, bf16), "the linears run in FP8"
 assert torch.nn.functional.cosine_similarity(logits.float(), bf16.float(), -1).min() > 0.98
@@ -153,8 +161,18 @@ held = {name: tensor.contiguous() for name, tensor in wire.items()}
 save_file(held, "my-model/model.safetensors", metadata={"format": "pt"})
 """
 
-# The blocks of the guide, on the engine of the README's function, which calls this at its end.
-GUIDE = f"""
+# The README's lines as a script, and after them the blocks of the guide on its engine.
+SCRIPT = f"""
+from safetensors.torch import load_file
+from vllm import SamplingParams
+
+
+def main() -> None:
+    tensors = load_file("my-model/model.safetensors").items()
+{indent(block("vllm"), "    ")}
+    assert next(iter(outputs[0].outputs[0].logprobs[0].values())).logprob <= 0
+    guide(llm, tensors, report)
+
 
 def guide(llm, tensors, report):
     assert report.kv_scales == 8 and report.tensors == len(tensors)
@@ -169,25 +187,25 @@ def guide(llm, tensors, report):
 
 @pytest.mark.timeout(400)  # 60 s on an idle core, most of it vLLM's compiler; it may be shared
 def test_engine_snippets(tmp_path: Path) -> None:
-    """Megatron's tensors, then the README's script and command as they are printed, in bash.
+    """Megatron's tensors, then the README's lines on vLLM, started by the guide's command in bash.
 
-    The script runs with vLLM's defaults: an engine in processes of its own that are spawned, and
-    compiled. Only the variable that the page names is set.
+    They run with vLLM's defaults: an engine in processes of its own that are spawned, and
+    compiled. Only the variable that the guide names is set.
     """
     pytest.importorskip("megatron.core")
     pytest.importorskip("vllm")
     write_recipe(tmp_path)
-    inside = indent(MEGATRON_BEFORE + block("megatron") + MEGATRON_AFTER, "    ")
+    blocks = (block("megatron"), MEGATRON_BETWEEN, block("megatron-guide"), MEGATRON_AFTER)
+    inside = indent(MEGATRON_BEFORE + "".join(blocks), "    ")
     parts = (f"import os\nos.chdir({str(tmp_path)!r})", BEFORE, f"with shim.active():\n{inside}")
     (tmp_path / "megatron.py").write_text("\n".join(parts), encoding="utf-8")
     done = run_forked(tmp_path / "megatron.py", timeout=200, **MEGATRON_ENV)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
-    main, guard = block("vllm").split("\n\n\nif __name__")
-    assert main.startswith("# my_rollout.py\n")
-    script = f"{main}\n    guide(llm, tensors, report)\n{GUIDE}\n\nif __name__{guard}"
+    guard = block("vllm-start").split("\n\n\nif __name__")[1]
+    script = f"{SCRIPT}\n\nif __name__{guard}"
     (tmp_path / "my_rollout.py").write_text(script, encoding="utf-8")
-    (command,) = [text for text in fenced("console") if "my_rollout.py" in text]
+    (command,) = [text for text in fenced("console", VLLM) if "my_rollout.py" in text]
     assert re.match(r"VLLM_CPU_KVCACHE_SPACE=\d+ python my_rollout\.py$", command)
     done = subprocess.run(
         ["bash", "-c", command],
@@ -199,7 +217,7 @@ def test_engine_snippets(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert len(re.findall(r"^\d+ parameters, 8 KV scales in \d+\.\d\d s$", done.stdout, re.M)) == 2
+    assert len(re.findall(r"^\d+ parameters, 8 KV scales in \d+\.\d\d s$", done.stdout, re.M)) == 1
 
 
 def serve_commands() -> dict[str, list[str]]:
@@ -232,8 +250,9 @@ def test_flags_of_the_server_are_the_arguments_of_an_engine() -> None:
 
     from vllm_fp8rl import engine_args
 
-    (serve,) = [text for text in fenced("console") if text.startswith("vllm serve")]
-    words = shlex.split(serve.replace("\\\n", " "))
+    (serve,) = [text for text in fenced("console", VLLM) if " vllm serve my-model" in text]
+    mode, *words = shlex.split(serve.split("\npython ")[0].replace("\\\n", " "))
+    assert mode == "VLLM_SERVER_DEV_MODE=1"
     assert words[:5] == ["vllm", "serve", "my-model", "--host", "127.0.0.1"]
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     given = parser.parse_args(words[5:])
@@ -269,6 +288,10 @@ def test_grpo_snippets(capsys):
     assert torch.isfinite(names["loss"]) and names["current"].grad.abs().sum() > 0
     kl, ess, clipped = map(float, capsys.readouterr().out.split())
     assert 0 < kl < 0.01 and 0.9 < ess <= 1 and clipped == 0
+
+    before = names["loss"].item()
+    exec(block("loss"), names)  # the README's, over the guide's tensors
+    assert names["loss"].item() == before and names["current"].grad.abs().sum() > 0
 
     names["current"].grad = None
     exec(block("correct"), names)
@@ -316,14 +339,14 @@ def test_nothing_that_the_docs_call_needs_pickle(monkeypatch):
 
 
 def test_the_start_of_the_guide_is_that_of_the_readme() -> None:
-    """Which test_engine_snippets runs."""
+    """Which test_engine_snippets runs; the guide has a recipe of its own."""
     starts = []
     for name in ("vllm", "vllm-start"):
-        code = block(name)
-        calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+        calls = [node for node in ast.walk(ast.parse(block(name))) if isinstance(node, ast.Call)]
         starts.append([ast.unparse(call) for call in calls if "LLM" in ast.unparse(call.func)])
-        assert code.rstrip().endswith("    main()") and 'if __name__ == "__main__":' in code
-    assert starts[0] == starts[1] and len(starts[0]) == 1
+    assert [start.replace("Recipe()", "recipe") for start in starts[0]] == starts[1]
+    assert len(starts[0]) == 1
+    assert re.search(r'\nif __name__ == "__main__":[^\n]*\n    main\(\)\n$', block("vllm-start"))
 
 
 def test_entry_of_a_family() -> None:
@@ -368,16 +391,12 @@ def test_every_marked_block_is_run():
     for page, text in PAGES.items():
         marked = re.findall(r"<!-- test: (\S+) -->\n```python", text)
         for name in set(marked) - RUN_ELSEWHERE:
-            assert f'block("{name}")' in here or f'"{name}"' in here, name
-        # The example plugin, which tests/downstream runs.
-        unmarked = 1 if page == "docs/extending.md" else 0
-        assert len(fenced("python", text)) == len(marked) + unmarked, page
+            assert f'block("{name}")' in here, name
+        assert len(fenced("python", text)) == len(marked), page
 
 
 def test_recipe_example_is_valid_and_not_the_default():
-    text = fenced("yaml")[0]
-    assert text == fenced("yaml", PAGES["docs/recipe.md"])[0]
-    recipe = Recipe.from_dict(yaml.safe_load(text))
+    recipe = Recipe.from_dict(yaml.safe_load(fenced("yaml", RECIPE)[0]))
     assert recipe.pins.last == 1
     assert recipe != Recipe()
 
@@ -415,12 +434,6 @@ def test_hook_table_has_every_hook():
     assert described == actual
 
 
-def test_example_plugin_is_shown_verbatim():
-    for file in ("fp8rl_plugin_example.py", "pyproject.toml"):
-        language = "python" if file.endswith(".py") else "toml"
-        assert (EXAMPLE / file).read_text(encoding="utf-8") in fenced(language, EXTENDING)
-
-
 def test_demo_options():
     from typer.main import get_command
 
@@ -447,7 +460,7 @@ def test_metrics_table_names_mismatch_and_phases():
 
 
 def test_what_is_not_there_is_refused():
-    """Row by row of "What is not there yet", as far as it can be seen without a GPU."""
+    """What the pages say of GPUs, as far as it can be seen without one."""
     from fp8rl.gemm import BackendChoice
     from vllm_fp8rl.kernels.choice import select_kernel
 
@@ -510,11 +523,31 @@ def test_names_of_ours_in_the_documents_are_in_the_code():
         assert named <= known, f"{page} names {sorted(named - known)}"
 
 
-def test_cells_of_the_readme_are_short() -> None:
-    cells = [
-        cell.strip()
-        for line in README.splitlines()
-        if line.startswith("|")
-        for cell in line.strip("|").split(" | ")
-    ]
-    assert len(cells) > 50 and max(map(len, cells)) <= 160
+def test_the_readme_can_be_read_at_once() -> None:
+    """120 lines; one table of five rows and three columns, without brackets in its cells."""
+    assert len(README.splitlines()) <= 120
+    rows = [line.strip("|").split(" | ") for line in README.splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + 5 and {len(row) for row in rows} == {3}
+    cells = [cell.strip() for row in rows for cell in row]
+    assert not [cell for cell in cells if len(cell) > 70 or set(cell) & set("[]()")]
+
+
+def test_figures_of_the_readme_are_those_of_the_measurements() -> None:
+    for page, rows in {
+        "rollouts": ["| Qwen3-8B | H100 | FP8 | 10,236 | 17,382 | 1.70 | 1.36 |"],
+        "nemo_rl": [
+            "| Qwen3-8B, 256 sequences | one H200 | FP8 | 80.7 | 54.1 | 1.49 | 1.39 | 0.99 |"
+        ],
+        "refit": [
+            "| Qwen3-8B | H100 | compiled, CUDA graphs | 26 |",
+            "| Qwen3-8B, host slower | H100 | compiled, CUDA graphs | 42 |",
+        ],
+        "mismatch": ["| BF16 | BF16 | 1.7e-3 |", "cache (the default) | 2.7e-2 |"],
+        "exact": [
+            "| SmolLM2-135M-Instruct (pretrained), H100 | FP8 | local spec | 45,888 | 100% | 0 |"
+        ],
+    }.items():
+        text = PAGES[f"docs/measurements/{page}.md"]
+        assert not [row for row in rows if row not in text], page
+    told = ("1.70 times", "1.36 times", "1.49 times", "0.99 times", "26 ms", "42 ms", "0.027")
+    assert not [figure for figure in told if figure not in README]

@@ -13,12 +13,11 @@ import inspect
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import torch
-import typer
 from pydantic import BaseModel
 
 from fp8rl import PluginManager, Recipe
@@ -176,7 +175,10 @@ def reference() -> str:
             "",
             "## Commands",
             "",
-            *_commands(),
+            "`fp8rl COMMAND --help` has the options.",
+            "",
+            *_table(("command", "what it does"), _commands()),
+            "",
             "## Environment variables",
             "",
             *_table(("variable", "meaning"), [(f"`{k}`", v) for k, v in ENVIRONMENT.items()]),
@@ -296,33 +298,14 @@ def _plain(doc: str) -> str:
     return text[:1].lower() + text[1:] if text[1:2] == " " or text[1:2].islower() else text
 
 
-def _commands() -> list[str]:
-    """A heading, the help text and a table of parameters for each command."""
-    lines = []
-    app = build_app(PluginManager())
-    for command in sorted(app.registered_commands, key=lambda c: c.name or c.callback.__name__):
+def _commands() -> list[tuple[str, ...]]:
+    """The first line of each command's help; ``--help`` has the rest."""
+    rows = []
+    for command in build_app(PluginManager()).registered_commands:
         name = command.name or command.callback.__name__
         help_text = command.help or inspect.getdoc(command.callback) or ""
-        lines += [f"### `fp8rl {name}`", "", *help_text.split("\n"), ""]
-        rows = [*_parameters(command.callback)]
-        if rows:
-            lines += [*_table(("argument or option", "default", "meaning"), rows), ""]
-    return lines
-
-
-def _parameters(command: Callable[..., Any]) -> Iterator[tuple[str, ...]]:
-    hints = get_type_hints(command, include_extras=True)
-    for name, parameter in inspect.signature(command).parameters.items():
-        kind, info = get_args(hints[name])
-        option = isinstance(info, typer.models.OptionInfo)
-        label = f"--{name.replace('_', '-')}" if option else name.upper()
-        if kind is not bool and option:
-            names = [t.__name__ for t in get_args(kind) or (kind,) if t is not type(None)]
-            label += f" {' or '.join(names).upper()}"
-        default = parameter.default
-        shown = "" if default is None or default is False else f"`{default}`"
-        shown = "required" if default is parameter.empty else shown
-        yield f"`{label}`", shown, info.help.removesuffix(".")
+        rows.append((f"`fp8rl {name}`", help_text.split("\n")[0].removesuffix(".")))
+    return sorted(rows)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:

@@ -1,25 +1,29 @@
 """Hooks of mkdocs: what the pages link to outside of ``docs/`` becomes part of the site.
 
-Raw data, examples and source files are copied to ``source/`` of the site; README, CHANGELOG and
-CONTRIBUTING become pages, README as ``readme.md``: mkdocs would write a page ``README.md`` over the
-start page. Links are rewritten accordingly, so that the same Markdown works in the
-repository and on the site.
+Raw data, examples and source files are copied to ``source/`` of the site; README, CHANGELOG,
+CONTRIBUTING and SECURITY become pages, README as ``readme.md``: mkdocs would write a page
+``README.md`` over the start page. Links are rewritten accordingly, so that the same Markdown works
+in the repository and on the site. The site links to the repository of the clone it was built from.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import shutil
+import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:
+    from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
     "README.md": "readme.md",
     "CHANGELOG.md": "CHANGELOG.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "SECURITY.md": "SECURITY.md",
 }
 """File of the repository beside ``docs/`` -> its page."""
 _LINK = re.compile(r"(\]\()(?!https?://|#)([^)\s#]+)(#[^)\s]*)?(\))")
@@ -53,8 +57,31 @@ def _rewritten(markdown: str, page: str, found: set[str] | None = None) -> str:
     return _LINK.sub(replace, markdown)
 
 
+def repository_url(remote: str) -> str | None:
+    """The page of a git remote, without user and password; None if it has none."""
+    found = re.fullmatch(
+        r"(?:https?://(?:[^@/]*@)?|(?:ssh://)?git@)([^:/]+)[:/](.+?)(?:\.git)?/?", remote
+    )
+    return f"https://{found[1]}/{found[2]}" if found else None
+
+
+def on_config(config: Any) -> Any:
+    """Link to the remote ``origin`` of this clone, if it has one with a page."""
+    git = shutil.which("git")
+    if git is None or config.repo_url:
+        return config
+    asked = [git, "-C", str(ROOT), "remote", "get-url", "origin"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=False)
+    url = repository_url(found.stdout.strip())
+    if url is not None:
+        config.repo_url, config.repo_name = url, url.rsplit("/", 2)[-1]
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages beside ``docs/`` and the files that pages link to."""
+    from mkdocs.structure.files import File  # tests read this file where mkdocs is not
+
     for file, page in PAGES.items():
         text = (ROOT / file).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=text))

@@ -147,8 +147,9 @@ def save(file: Path, results: dict[str, dict]) -> None:
 
 
 def table(results: dict[str, dict]) -> str:
-    """Return the page's table and below it a sentence for each row that did not pass."""
-    lines, told = [HEAD], []
+    """Return the page's table and below it what rows say of refusals and skipped tests."""
+    lines = [HEAD]
+    told: dict[str, list[str]] = {}  # a sentence and the rows that say it
     for row in ROWS:
         found = results.get(row.name, {"outcome": "not run"})
         tests = " / ".join(str(found[name]) for name in COUNTS if name in found)
@@ -166,13 +167,15 @@ def table(results: dict[str, dict]) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |".replace("  ", " "))
         if found.get("sentence"):
-            told.append(f"- **{row.name}**, {found['outcome']}: {_plain(found['sentence'])}")
+            told.setdefault(f"{found['outcome']}: {found['sentence']}", []).append(row.name)
         for kind, name in (("refused", "refusals"), ("skipped", "skips"), ("doctor", "notes")):
-            told += [f"- **{row.name}**, {kind}: {_plain(text)}" for text in found.get(name, ())]
+            for text in found.get(name, ()):
+                told.setdefault(f"{kind}: {text}", []).append(row.name)
     commits = sorted({found["commit"] for found in results.values() if "commit" in found})
     parts = ["\n".join(lines), f"Commits of fp8rl: {', '.join(commits) or 'none'}."]
     if told:
-        parts.append("What the rows say:\n\n" + "\n".join(told))
+        said = (f"- **{', '.join(rows)}**, {_plain(text)}" for text, rows in told.items())
+        parts.append("What the rows say:\n\n" + "\n".join(said))
     return "\n\n".join(parts)
 
 

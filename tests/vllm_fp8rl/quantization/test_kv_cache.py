@@ -161,8 +161,8 @@ def test_generation_is_refused_until_scales_are_set(
     with pytest.raises(ScaleError, match=message + ".*set_uncalibrated_kv_scales") as refused:
         fresh.greedy(PROMPTS)
     drop_requests(fresh.llm)
-    # The guide quotes the beginning, of a model with twice as many layers.
-    guide = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    # The page quotes the beginning, of a model with twice as many layers.
+    guide = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     told = guide.split("```text\nScaleError: ")[1].split("```")[0]
     assert str(refused.value).startswith(" ".join(told.split()).replace("(8 ", "(4 "))
 
