@@ -38,8 +38,8 @@ def test_a_python_or_a_system_without_wheels_is_refused(install: ModuleType) -> 
 
 
 def test_uv_looks_where_pip_looks(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables come before files, as in pip, and uv's own before both."""
-    for name in ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_FIND_LINKS", "SSL_CERT_FILE"):
+    """Variables come before files, as in pip, and uv's own before both; "download" is not ours."""
+    for name in ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_FIND_LINKS", "UV_NO_INDEX", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
     listing = """:env:.find-links='/wheels /more'
 global.cert='/certs.pem'
@@ -47,12 +47,15 @@ global.extra-index-url='file:///a/simple file:///b/simple'
 global.find-links='/old'
 global.index-url='https://mirror.example/simple'
 global.timeout='9'
+download.find-links='/none'
+install.no-index='true'
 """
     assert install.uv_settings(listing) == {
         "UV_INDEX_STRATEGY": "unsafe-best-match",
         "UV_FIND_LINKS": "/wheels,/more",
         "UV_INDEX": "file:///a/simple file:///b/simple",
         "UV_DEFAULT_INDEX": "https://mirror.example/simple",
+        "UV_NO_INDEX": "true",
         "SSL_CERT_FILE": "/certs.pem",
     }
     monkeypatch.setenv("UV_INDEX", "https://mine.example/simple")

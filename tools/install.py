@@ -26,8 +26,16 @@ UV = "uv>=0.9"
 OLDEST, NEWEST = (3, 11), (3, 13)
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 IMPORTS = "import torch, megatron.core, fp8rl; from vllm import LLM; print(torch.__version__)"
-UV_NAMES = {"index-url": "DEFAULT_INDEX", "extra-index-url": "INDEX", "find-links": "FIND_LINKS"}
-"""Names in uv's environment (``UV_..``) of pip's settings."""
+UV_NAMES = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "no-index": "UV_NO_INDEX",
+    "cert": "SSL_CERT_FILE",
+}
+"""Variables that uv reads, by the name of pip's setting."""
+PIP_SECTIONS = ("global", "install", ":env:")
+"""Parts of pip's configuration; a later one wins."""
 
 
 class InstallError(Exception):
@@ -56,17 +64,15 @@ def uv_settings(listing: str) -> dict[str, str]:
     """Return variables that make uv look where pip looks; uv reads none of pip's settings.
 
     Args:
-        listing: what ``pip config list`` prints. A variable of the environment comes before a
-            file, as in pip; variables of uv that are set already stay.
+        listing: what ``pip config list`` prints. Variables of uv that are set already stay.
     """
     found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # the best of all indexes, as pip takes
-    for line in sorted(listing.splitlines(), reverse=True):  # ':env:' last
-        name, _, value = line.partition("=")
-        uv_name = UV_NAMES.get(name.rpartition(".")[2])
-        if uv_name:
-            found[f"UV_{uv_name}"] = re.sub(r"\\n|\s", " ", value.strip("'\"")).strip()
-        elif name.rpartition(".")[2] == "cert":
-            found["SSL_CERT_FILE"] = value.strip("'\"")
+    told = [line.partition("=") for line in listing.splitlines()]
+    for section in PIP_SECTIONS:
+        for name, _, value in told:
+            setting = name.removeprefix(f"{section}.")
+            if name != setting and setting in UV_NAMES:
+                found[UV_NAMES[setting]] = re.sub(r"\\n|\s", " ", value.strip("'\"")).strip()
     if "UV_FIND_LINKS" in found:
         found["UV_FIND_LINKS"] = found["UV_FIND_LINKS"].replace(" ", ",")
     return found | {name: value for name, value in os.environ.items() if name in found}
