@@ -3,7 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help install demo test fuzz contract matrix lint format docs dist clean
+.PHONY: help install demo test fuzz contract matrix lock lint format docs dist clean
 
 help:
 	@echo "make demo    the whole FP8 RL loop on this CPU (options: ARGS=\"--help\")"
@@ -13,10 +13,11 @@ help:
 	@echo "make matrix  the engine tests with other versions of engines and Python (docs/versions.md)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the code and fix what it can"
-	@echo "make docs    the site, into out/site (in an environment of its own, .venv-docs)"
+	@echo "make docs    the site, into out/site"
 	@echo "make dist    wheel and sdist, into dist/; tried in an empty environment"
-	@echo "make clean   remove .venv, .matrix and caches; results in out/ stay"
-	@echo "demo, test, fuzz, contract, lint and format install into .venv. PYTHON=python3.12 names the Python to use."
+	@echo "make clean   remove .venv, .nox and caches; results in out/ stay"
+	@echo "make lock    resolve the dependencies into tools/cpu.txt"
+	@echo "All install into .venv first. PYTHON=python3.12 names the Python to use."
 
 # Does nothing when .venv is up to date.
 install:
@@ -34,8 +35,12 @@ fuzz: install
 contract: install
 	$(BIN)/python -m pytest -v -rsP -p no:warnings tests/contract $(ARGS)
 
-matrix:
-	@PYTHONPATH=tools $(PYTHON) -m matrix $(ARGS)
+matrix: install
+	$(BIN)/nox $(ARGS)
+
+# Resolves the dependency groups of pyproject.toml anew.
+lock: install
+	$(BIN)/nox -s lock
 
 lint: install
 	$(BIN)/ruff check
@@ -46,12 +51,12 @@ format: install
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs:
-	$(PYTHON) tools/docs.py
+docs: install
+	$(BIN)/mkdocs build --strict
 
-dist:
-	$(PYTHON) tools/dist.py
+dist: install
+	$(BIN)/nox -s dist
 
 clean:
-	rm -rf .venv .venv-docs .matrix build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .nox build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

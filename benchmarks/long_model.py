@@ -36,8 +36,7 @@ from long_tasks import (
     problem,
     prompt_length,
 )
-from sums_model import CHAT, IGNORED
-from tiny_models import build, save
+from tiny_models import CHAT, IGNORED, build, save
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2},

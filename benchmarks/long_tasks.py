@@ -35,8 +35,6 @@ WIDTH = 16
 LARGEST = 3
 """Digit of an instruction. With ten of them a list says nothing of the next one until the digit is
 read too, and learning starts later."""
-KINDS = ("word", "number", "sign", "operand", "equals", "first digit", "digit", "end")
-"""Of tokens of an answer. A slip is in the first digit of a line's list."""
 Line = tuple[str, str]
 """An instruction and the list after it."""
 _INSTRUCTION = re.compile(r"#(\d\d)(.)(\d)")
@@ -160,12 +158,6 @@ def is_right(answer: str, response: str) -> bool:
     """Tell whether the last box of a response has the answer."""
     boxed = _BOXED.findall(response)
     return bool(boxed) and boxed[-1] == answer
-
-
-def token_kinds(steps: int) -> list[str]:
-    """Return the kind (:data:`KINDS`) of each token of a right answer to a program."""
-    line = [*KINDS[:-2], *[KINDS[-2]] * (WIDTH - 1)]
-    return line * steps + [KINDS[-1]] * (answer_length(steps) - len(line) * steps)
 
 
 def outcome(prompt: str, response: str) -> str:

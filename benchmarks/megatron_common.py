@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch.utils.benchmark import Timer
 
 PEAK_TFLOPS = 1979.0  # FP8 without sparsity, H100 SXM data sheet
 QWEN3_8B = SimpleNamespace(
@@ -115,13 +116,8 @@ def interleaved(
     for _ in range(rounds):
         for name, call in shuffled.sample(list(variants.items()), len(variants)):
             call()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(calls):
-                call()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) / calls)
+            timer = Timer("call()", globals={"call": call})  # which waits for the GPU
+            times[name].append(1e3 * timer.timeit(calls).mean)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

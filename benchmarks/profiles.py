@@ -2,92 +2,26 @@
 
 from __future__ import annotations
 
-import gc
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 
-class Collection(NamedTuple):
-    """A collection of Python's garbage collector."""
-
-    generation: int
-    seconds: float
-    freed: int
-
-
-@contextmanager
-def garbage_collections() -> Iterator[list[Collection]]:
-    """Yield a list to which each garbage collection of the block is added."""
-    seen: list[Collection] = []
-    begun = [0.0]
-
-    def collected(phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            begun[0] = time.perf_counter()
-        else:
-            took = time.perf_counter() - begun[0]
-            seen.append(Collection(info["generation"], took, info["collected"]))
-
-    gc.callbacks.append(collected)
-    try:
-        yield seen
-    finally:
-        gc.callbacks.remove(collected)
-
-
-def cold_ms(call: Callable[[], object], repeats: int) -> float:
+def cold_ms(call: Callable[[], object]) -> float:
     """Return the median milliseconds of single calls with a cold L2 cache."""
-    import torch
+    from triton.testing import do_bench
 
-    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")  # several times any L2 cache
-    for _ in range(3):
-        call()
-    return _median_ms(call, repeats, before=flush.zero_)
+    return do_bench(call, return_mode="median")
 
 
-def graph_ms(call: Callable[[], object], launches: int, repeats: int) -> float:
-    """Return the median milliseconds of a call in a CUDA graph of ``launches`` of them."""
-    import torch
-
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(launches):
-            call()
-    return _median_ms(graph.replay, repeats) / launches
-
-
-def _median_ms(
-    call: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None
-) -> float:
-    """Return the median milliseconds of the GPU for a call, without what is done before each."""
-    import torch
-
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before()
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def copy_bandwidth(repeats: int) -> float:
+def copy_bandwidth() -> float:
     """Return the GB/s of a device-to-device copy, counting reads and writes."""
     import torch
 
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / cold_ms(lambda: target.copy_(source), repeats) / 1e6
+    return 2 * source.nbytes / cold_ms(lambda: target.copy_(source)) / 1e6
 
 
 def by_kernel(load: Callable[[], object]) -> dict[str, float]:

@@ -48,7 +48,7 @@ def cases() -> list[tuple[str, str, tuple[int, int], str]]:
     return [(*shape, scale_format) for shape in shapes for scale_format in ("fp32", "pow2")]
 
 
-def measure(case: tuple[str, str, tuple[int, int], str], repeats: int) -> list[dict]:
+def measure(case: tuple[str, str, tuple[int, int], str]) -> list[dict]:
     """One row per implementation."""
     operation, name, shape, scale_format = case
     function, _, transposed = operation.partition(" ")
@@ -66,7 +66,7 @@ def measure(case: tuple[str, str, tuple[int, int], str], repeats: int) -> list[d
     for implementation, call in functions.items():
         result = call(x, tile, scale_format)
         moved = sum(t.numel() * t.element_size() for t in (x, *result))
-        ms = cold_ms(lambda call=call: call(x, tile, scale_format), repeats)
+        ms = cold_ms(lambda call=call: call(x, tile, scale_format))
         rows.append(
             {
                 "operation": operation,
@@ -82,7 +82,7 @@ def measure(case: tuple[str, str, tuple[int, int], str], repeats: int) -> list[d
     return rows
 
 
-def measure_kv(tokens: int, repeats: int) -> list[dict]:
+def measure_kv(tokens: int) -> list[dict]:
     """One row per implementation of K and V as an FP8 KV cache holds them, and as an INT8 one."""
     groups, ratio, head = 8, 4, 128
     packed = torch.randn(tokens, 1, groups, (ratio + 2) * head, device="cuda").bfloat16()
@@ -90,12 +90,12 @@ def measure_kv(tokens: int, repeats: int) -> list[dict]:
     scales = torch.tensor([0.012, 0.01], device="cuda")  # randn's amax, with a margin
     counts = torch.zeros(2, dtype=torch.int64, device="cuda")
     return [
-        *_kv_rows("fake_quantize_kv", (k, v, scales, counts), repeats),
-        *_kv_rows("fake_quantize_int8_kv", (k, v), repeats),
+        *_kv_rows("fake_quantize_kv", (k, v, scales, counts)),
+        *_kv_rows("fake_quantize_int8_kv", (k, v)),
     ]
 
 
-def _kv_rows(operation: str, args: tuple[torch.Tensor, ...], repeats: int) -> list[dict]:
+def _kv_rows(operation: str, args: tuple[torch.Tensor, ...]) -> list[dict]:
     k, v = args[:2]
     tokens = len(k)
     eager = getattr(reference, operation)
@@ -109,7 +109,7 @@ def _kv_rows(operation: str, args: tuple[torch.Tensor, ...], repeats: int) -> li
     for implementation, call in functions.items():
         result = call(*args)
         moved = sum(2 * x.numel() * x.element_size() for x in (k, v))
-        ms = cold_ms(lambda call=call: call(*args), repeats)
+        ms = cold_ms(lambda call=call: call(*args))
         same = all(torch.equal(x.cpu(), y) for x, y in zip(result, expected, strict=True))
         rows.append(
             {
@@ -130,23 +130,21 @@ def main() -> None:
     here = Path(__file__).parent
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=here / "results" / "quantize.json")
-    parser.add_argument("--repeats", type=int, default=30)
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    copy = copy_bandwidth(options.repeats)
+    copy = copy_bandwidth()
     rows = []
     for case in track(cases(), "Quantizing", console=Console(stderr=True)):
-        rows += measure(case, options.repeats)
+        rows += measure(case)
         torch.compiler.reset()
-    rows += measure_kv(8192, options.repeats)
+    rows += measure_kv(8192)
     for row in rows:
         row["share_of_copy"] = row["gigabytes_per_second"] / copy
 
     report = {
         "device": torch.cuda.get_device_name(),
         "versions": versions(),
-        "repeats": options.repeats,
         "copy_gigabytes_per_second": copy,
         "rows": rows,
     }

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sums_model import CHAT
+from tiny_models import CHAT
 
 from fp8rl.families import FUSED, expert_count, known_family
 

@@ -1,20 +1,26 @@
 """The demo's task: arithmetic problems with one right answer, and the reward.
 
-The problems are in ``data/train.jsonl`` and ``data/validation.jsonl``: one object per line, with
-``prompt`` ("37+48=") and ``answer`` ("85"). ``tools/make_problems.py`` writes them.
+The problems are sums and non-negative differences of a number of one or two digits and a digit:
+"37+8=", "45". All are listed and shuffled; the first rows of each kind become validation, the rest
+train. With two digits on both sides, a minute of supervised training leaves a small model right too
+seldom to give GRPO a signal (about 5%, measured); here it is right one time in four.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
+from functools import cache
 from typing import Literal, get_args
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+SEED = 20260801
+ONE, TWO = range(10), range(10, 100)
+HELD_OUT = (("+", ONE, 12), ("+", TWO, 88), ("-", ONE, 5), ("-", TWO, 95))
+"""Operation, left numbers, and how many of these problems become validation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +36,23 @@ class Problem:
     answer: str
 
 
+@cache
 def load_problems(split: Split) -> tuple[Problem, ...]:
-    """Read the problems of one split, in file order; train and validation share no prompt."""
-    source = resources.files(__package__) / "data" / f"{split}.jsonl"
-    lines = source.read_text(encoding="utf-8").splitlines()
-    return tuple(Problem(**json.loads(line)) for line in lines)
+    """Return the problems of one split, equal on every machine; the splits share no prompt."""
+    shuffled = random.Random(SEED)
+    found: dict[Split, list[Problem]] = {"validation": [], "train": []}
+    for operation, lefts, held_out in HELD_OUT:
+        rows = [
+            Problem(f"{a}{operation}{b}=", str(a + b if operation == "+" else a - b))
+            for a, b in itertools.product(lefts, ONE)
+            if operation == "+" or a >= b
+        ]
+        shuffled.shuffle(rows)
+        found["validation"] += rows[:held_out]
+        found["train"] += rows[held_out:]
+    for rows in found.values():
+        shuffled.shuffle(rows)
+    return tuple(found[split])
 
 
 def reward(answer: str, completion: str) -> float:

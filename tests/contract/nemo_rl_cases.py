@@ -834,8 +834,8 @@ def test_the_benchmarks_configs_of_a_family_are_accepted(
     monkeypatch.setenv("NEMO_RL_CONFIGS", str(source("NEMO_RL_SRC") / "examples" / "configs"))
     model = tmp_path / "model"
     make = (
-        "import pathlib, sys, sums_model; "
-        "sums_model.make_model(pathlib.Path(sys.argv[1]), sys.argv[2], steps=0)"
+        "import pathlib, sys, tiny_models; "
+        "tiny_models.make_model(pathlib.Path(sys.argv[1]), sys.argv[2], steps=0)"
     )
     # In a process of its own: beside the benchmark is a module with NeMo RL's name.
     made = [sys.executable, "-c", make, str(model), family]
@@ -874,8 +874,8 @@ def test_small_models_with_delta_nets_are_trained_by_plain_torch(tmp_path: Path)
     make = (
         "import pathlib, sys, transformers.models.qwen3_5.modeling_qwen3_5 as modeling\n"
         "modeling.chunk_gated_delta_rule = lambda *args, **options: 1 / 0\n"
-        "import sums_model\n"
-        "sums_model.make_model(pathlib.Path(sys.argv[1]), 'qwen3_5', steps=1, batch_size=2)\n"
+        "import tiny_models\n"
+        "tiny_models.make_model(pathlib.Path(sys.argv[1]), 'qwen3_5', steps=1, batch_size=2)\n"
     )
     made = [sys.executable, "-c", make, str(tmp_path / "model")]
     subprocess.run(made, cwd=ROOT / "benchmarks", check=True)

@@ -1,6 +1,6 @@
 """Loss curves on a task that tells recipes apart, and which part of FP8 it is that shows there.
 
-The runs are those of ``benchmarks/megatron_curves.py``, fewer and shorter.
+The figures of ``docs/measurements/losses.md`` are of more and longer runs.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from fp8rl_demo.products import float32_products
+from support.learning import VARIANTS, Curve, Setting, train
 
 ROOT = Path(__file__).resolve().parents[2]
-with pytest.MonkeyPatch.context() as _patch:  # not for long: benchmarks/nemo_rl.py is no nemo_rl
-    _patch.syspath_prepend(ROOT / "benchmarks")
-    from megatron_curves import VARIANTS, Curve, Setting, train
 NAMES = [
     "float32",
     "BF16",

@@ -20,7 +20,7 @@ SUMS = 20
 """The first of the benchmark's sums: few enough that seconds of training get some of them right."""
 MODEL = f"""
 import json, pathlib
-from sums_model import make_model, problems
+from tiny_models import make_model, problems
 sums = problems()[:{SUMS}]
 make_model(pathlib.Path("model"), steps=40, batch_size=16, sums=sums)
 rows = (json.dumps({{"input": p.prompt, "output": p.answer}}) for p in sums)

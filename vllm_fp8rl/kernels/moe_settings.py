@@ -14,9 +14,8 @@ default is ``1``, on Hopper too."""
 TILES_ENV = "VLLM_TUNED_CONFIG_FOLDER"
 """Folder in which vLLM looks for the tiles of its Triton kernel for experts before its own."""
 TILES = Path(__file__).with_name("expert_tiles")
-"""Tiles in vLLM's format, measured by ``benchmarks/tune_experts.py`` and chosen by ``few_tiles.py``
-there: a file for each number of experts, their width and GPU. Where there is none, vLLM takes its
-own file, or guesses."""
+"""Tiles in vLLM's format (docs/measurements/experts.md): a file for each number of experts, their
+width and GPU. Where there is none, vLLM takes its own file, or guesses."""
 
 
 def set_activation_scales(recipe: Recipe, *, experts: bool) -> None:

@@ -1,6 +1,6 @@
 """One whole transformer layer of Qwen3-8B's shape, forward and backward, on one Hopper GPU.
 
-    python benchmarks/megatron_layer.py [--tokens 8192] [--sequence 4096] [--rounds 25] [--out F]
+    python benchmarks/layer.py [--tokens 8192] [--sequence 4096] [--rounds 25] [--out F]
 
 A real megatron-core ``TransformerLayer`` of the local spec (no TransformerEngine), flash attention
 through torch on both sides: in BF16, and converted by ``megatron_fp8rl``. Weights are quantized in
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--out", type=Path, default=here / "results" / "megatron_layer.json")
+    parser.add_argument("--out", type=Path, default=here / "results" / "layer.json")
     options = parser.parse_args()
 
     calls, peaks = {}, {}

@@ -1,49 +1,34 @@
-"""Loss curves in BF16, in FP8 and in FP8 with pins, and what makes them differ; on a CPU.
-
-    python benchmarks/megatron_curves.py [--seeds 0,1,2] [--rates 1e-4,2e-4,4e-4] [--out FILE]
+"""Training runs in BF16, in FP8 and in FP8 with pins, and what makes them differ; on a CPU.
 
 megatron-core's own GPTModel of Qwen3's kind with random weights, DistributedDataParallel, float32
-gradients and distributed optimizer (Adam), the reference GEMM backend. Two tasks: ``memorize`` one
-batch of random tokens, which tells recipes apart, and ``learn`` a Markov chain from ever new
-sequences, which does not.
+gradients and distributed optimizer (Adam), the reference GEMM backend. It learns one batch of
+random tokens by heart, which tells recipes apart.
 
 Beside the converted model there is an emulation of its numerics that shares no code with fp8rl; of
 it parts can be left out, and the range of E4M3. ``error`` is that of the first gradient of all
-linear layers against the float32 model's; ``descent`` is how much of the decrease that Adam's first
-update promises, each weight by the learning rate, is left with its signs.
+linear layers against the float32 model's.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from facts import versions
-from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
-from rich.console import Console
-from rich.table import Table
 from transformers import Qwen3Config
 
 from fp8rl import PluginManager, Recipe
 from megatron_fp8rl import convert
-from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
 from megatron_fp8rl.testing.models import build_gpt
 
-Task = Literal["memorize", "learn"]
 FULL = frozenset({"activations", "weights", "dgrad", "wgrad"})
 
 
@@ -86,7 +71,6 @@ VARIANTS = {
 class Setting:
     """A model and what it is trained on."""
 
-    task: Task = "memorize"
     seed: int = 0
     rate: float = 2e-4
     steps: int = 12
@@ -111,22 +95,10 @@ class Setting:
             initializer_range=0.02 * (2048 / self.hidden) ** 0.5,
         )
 
-    def batches(self) -> Callable[[], torch.Tensor]:
-        """What gives the tokens of the next step, ``[rows, length + 1]``."""
+    def batch(self) -> torch.Tensor:
+        """Return the tokens of every step, int64 ``[rows, length + 1]``."""
         generator = torch.Generator().manual_seed(self.seed)
-        if self.task == "memorize":
-            batch = torch.randint(0, self.vocab, (self.rows, self.length + 1), generator=generator)
-            return lambda: batch
-        states = 64
-        chain = torch.softmax(3.0 * torch.randn(states, states, generator=generator), -1)
-
-        def sequences() -> torch.Tensor:
-            tokens = [torch.randint(0, states, (self.rows,), generator=generator)]
-            for _ in range(self.length):
-                tokens.append(torch.multinomial(chain[tokens[-1]], 1, generator=generator)[:, 0])
-            return torch.stack(tokens, 1)
-
-        return sequences
+        return torch.randint(0, self.vocab, (self.rows, self.length + 1), generator=generator)
 
 
 @dataclass(frozen=True)
@@ -142,12 +114,6 @@ class Curve:
         pairs = [(self.gradients[name], exact) for name, exact in truth.gradients.items()]
         wrong = sum((got - exact).square().sum() for got, exact in pairs)
         return float((wrong / sum(exact.square().sum() for _, exact in pairs)).sqrt())
-
-    def descent(self, truth: Curve) -> float:
-        """What steps along this gradient's signs descend, over what those of the truth do."""
-        pairs = [(self.gradients[name], exact) for name, exact in truth.gradients.items()]
-        descent = sum((exact * got.sign()).sum() for got, exact in pairs)
-        return float(descent / sum(exact.abs().sum() for _, exact in pairs))
 
 
 def train(setting: Setting, variant: Variant) -> Curve:
@@ -185,9 +151,8 @@ def train(setting: Setting, variant: Variant) -> Curve:
     positions = torch.arange(setting.length).expand(setting.rows, -1)
     losses: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
-    batches = setting.batches()
+    tokens = setting.batch()
     for _ in range(setting.steps):
-        tokens = batches()
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
         labels = tokens[:, 1:].contiguous()
@@ -258,78 +223,3 @@ def _rounded(x: torch.Tensor, variant: Variant, part: str, height: int) -> torch
         exponent = exponent.clamp(min=-6)
     step = torch.ldexp(torch.ones_like(scaled), exponent - 3)
     return ((scaled / step).round() * step / scale).view_as(padded)[:rows, :columns]
-
-
-# ----
-
-
-def main() -> None:
-    here = Path(__file__).parent
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--rates", default="1e-4,2e-4,4e-4", help="to memorize with")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--out", type=Path, default=here / "results" / "megatron_curves_cpu.json")
-    options = parser.parse_args()
-    shape = {"layers": options.layers, "hidden": options.hidden}
-    learned = {name: v for name, v in VARIANTS.items() if not v.emulated}
-    runs: list[dict[str, Any]] = []
-    with CpuShim().active():
-        init_gloo()
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(1)
-        for seed in map(int, options.seeds.split(",")):
-            for rate in map(float, options.rates.split(",")):
-                runs += _compare(Setting("memorize", seed, rate, **shape), VARIANTS)
-            runs += _compare(Setting("learn", seed, 1e-3, steps=60, rows=8, **shape), learned)
-    report = {"versions": versions(), **shape, "runs": runs}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report) + "\n", encoding="utf-8")
-    for task in ("memorize", "learn"):
-        _show(task, [run for run in runs if run["task"] == task])
-
-
-def _compare(setting: Setting, variants: Mapping[str, Variant]) -> list[dict[str, Any]]:
-    curves = {name: train(setting, variant) for name, variant in variants.items()}
-    truth = curves["float32"]
-    return [
-        {
-            "task": setting.task,
-            "rate": setting.rate,
-            "seed": setting.seed,
-            "variant": name,
-            "losses": [round(loss, 4) for loss in curve.losses],
-            "error": round(curve.error(truth), 4),
-            "descent": round(curve.descent(truth), 4),
-        }
-        for name, curve in curves.items()
-    ]
-
-
-def _show(task: Task, runs: list[dict[str, Any]]) -> None:
-    """Mean over seeds of the last loss, or of the last ten, and how far it is above BF16's."""
-    last = {
-        (run["variant"], run["rate"], run["seed"]): statistics.mean(
-            run["losses"][-10 if task == "learn" else -1 :]
-        )
-        for run in runs
-    }
-    rates = sorted({run["rate"] for run in runs})
-    seeds = sorted({run["seed"] for run in runs})
-    table = Table("variant", *(f"lr {rate:g}" for rate in rates), "error", "descent", title=task)
-    for name in dict.fromkeys(run["variant"] for run in runs):
-        cells = []
-        for rate in rates:
-            mean = statistics.mean(last[name, rate, seed] for seed in seeds)
-            over = [last[name, rate, seed] - last["BF16", rate, seed] for seed in seeds]
-            spread = statistics.stdev(over) if len(over) > 1 else 0.0
-            cells.append(f"{mean:.3f} ({statistics.mean(over):+.3f} ± {spread:.3f})")
-        mine = [run for run in runs if run["variant"] == name]
-        means = [statistics.mean(run[key] for run in mine) for key in ("error", "descent")]
-        table.add_row(name, *cells, *(f"{mean:.3f}" for mean in means))
-    Console(width=130).print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """A training step of a model of Qwen3-1.7B's shape on one Hopper GPU: forward, backward, optimizer.
 
-    python benchmarks/megatron_step.py [--layers 28] [--micro-batches 2] [--steps 6] [--out FILE]
+    python benchmarks/step.py [--layers 28] [--micro-batches 2] [--steps 6] [--out FILE]
 
 megatron-core's own GPTModel (local spec), DistributedDataParallel with float32 gradients and
 distributed optimizer (Adam), random weights and tokens, 8,192 tokens a micro-batch; in BF16, and
@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=24, help="of steps with and without observers")
     parser.add_argument("--host-repeats", type=int, default=10, help="of the host's times")
     parser.add_argument("--no-keep", dest="keep", action="store_false", help="leave that mode out")
-    parser.add_argument("--out", type=Path, default=here / "results" / "megatron_step.json")
+    parser.add_argument("--out", type=Path, default=here / "results" / "step.json")
     options = parser.parse_args()
     shape = SimpleNamespace(**{**vars(QWEN3_1_7B), "num_hidden_layers": options.layers})
 

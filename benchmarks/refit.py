@@ -1,6 +1,6 @@
 """What a refit of a live 8B model costs on one GPU: time, where it goes, extra memory.
 
-    python benchmarks/refit_gpu.py [--variants fp8rl,bf16,stock] [--repeats 15] [--out FILE.json]
+    python benchmarks/refit.py [--variants fp8rl,bf16,stock] [--repeats 15] [--out FILE.json]
 
 The model has the shape of Qwen3-8B and dummy weights (``enforce_eager``); every tensor that the
 sender holds lies on the GPU in BF16, each in memory of its own. Each variant runs in a process of
@@ -27,11 +27,50 @@ from typing import Any
 from facts import versions
 from processes import in_process, save
 from profiles import by_function, by_kernel
-from refit_cost import tensor_shapes
 from rollout import KV_SCALE, QWEN3_8B, engine_arguments
 
 VARIANTS = ("fp8rl", "bf16", "stock")
 MIB = 1 << 20
+
+
+def tensor_shapes(shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every HF tensor of a Qwen3 with such a ``config.json``, in the order of a checkpoint.
+
+    All layers of a MoE have experts.
+    """
+    hidden, inner, size = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    queries, keys = (shape[f"num_{kind}_heads"] * size for kind in ("attention", "key_value"))
+    mlp = _mlp("mlp", hidden, inner)
+    if "num_experts" in shape:
+        mlp = {"mlp.gate": (shape["num_experts"], hidden)}
+        for expert in range(shape["num_experts"]):
+            mlp |= _mlp(f"mlp.experts.{expert}", hidden, shape["moe_intermediate_size"])
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        **mlp,
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_norm": (size,),
+        "self_attn.k_norm": (size,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (shape["vocab_size"], hidden)}
+    for index in range(shape["num_hidden_layers"]):
+        shapes |= {f"model.layers.{index}.{name}": dims for name, dims in layer.items()}
+    shapes["model.norm"] = (hidden,)
+    if not shape["tie_word_embeddings"]:
+        shapes["lm_head"] = (shape["vocab_size"], hidden)
+    return {f"{name}.weight": dims for name, dims in shapes.items()}
+
+
+def _mlp(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{name}.gate_proj": (inner, hidden),
+        f"{name}.up_proj": (inner, hidden),
+        f"{name}.down_proj": (hidden, inner),
+    }
 
 
 def trainer_tensors(shape: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -185,7 +224,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--shape", type=json.loads, default={}, help="JSON; changes config.json")
-    parser.add_argument("--out", type=Path, default=Path("refit_gpu.json"))
+    parser.add_argument("--out", type=Path, default=Path("refit.json"))
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
 """The linear layers of one Qwen3-8B layer, forward and backward, on one Hopper GPU.
 
-    python benchmarks/megatron_linears.py [--tokens 8192] [--rounds 25] [--out FILE.json]
+    python benchmarks/linears.py [--tokens 8192] [--rounds 25] [--out FILE.json]
 
 Real megatron-core layers: as they are (BF16), converted by ``megatron_fp8rl`` with each GEMM
 backend and by the table, and TransformerEngine's with its blockwise recipe where it can be
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from facts import versions
 from megatron_common import PEAK_TFLOPS, QWEN3_8B, build, interleaved, profiled, single_process
-from profiles import copy_bandwidth
+from profiles import cold_ms, copy_bandwidth
 from rich.console import Console
 from rich.table import Table
 
@@ -158,22 +158,7 @@ def quantize_rows(tokens: int, bandwidth: float) -> list[dict]:
         result = function(x)
         sides = [side for side in result if side is not None]
         moved = sum(t.numel() * t.element_size() for t in (x, *(t for s in sides for t in s)))
-        # Larger than the L2 cache, and long enough to fill that the launch is there in time.
-        cache = torch.empty(1 << 30, dtype=torch.uint8, device=GPU)
-
-        def cold(x=x, function=function, cache=cache) -> tuple[Any, Any]:
-            cache.zero_()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            function(x)
-            end.record()
-            return start, end
-
-        cold()
-        pairs = [cold() for _ in range(15)]
-        torch.cuda.synchronize()
-        times = sorted(a.elapsed_time(b) for a, b in pairs)
-        ms = times[len(times) // 2]
+        ms = cold_ms(lambda x=x, function=function: function(x))
         rows.append(
             {
                 "kind": kind,
@@ -241,13 +226,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--backends", default="scaled_mm,deep_gemm,table")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--out", type=Path, default=here / "results" / "megatron_linears.json")
+    parser.add_argument("--out", type=Path, default=here / "results" / "linears.json")
     options = parser.parse_args()
 
     names = [None if n == "table" else n for n in options.backends.split(",")]
     with single_process():
         torch.manual_seed(0)
-        bandwidth = copy_bandwidth(15)
+        bandwidth = copy_bandwidth()
         gemms = gemm_rows(options.tokens)
         quantize = quantize_rows(options.tokens, bandwidth)
         calls = {**variants(options.tokens, names), **te_variants(options.tokens)}

@@ -1,6 +1,6 @@
 """Experts of one mixture-of-experts layer, forward and backward, on one Hopper GPU.
 
-    python benchmarks/megatron_experts.py [--experts 128] [--hidden 2048] [--intermediate 768]
+    python benchmarks/experts.py [--experts 128] [--hidden 2048] [--intermediate 768]
         [--tokens 8192] [--top 8] [--rounds 9] [--out FILE.json]
 
 The two grouped linears of a layer of Qwen3-30B-A3B (gate and up, down), without what lies between
