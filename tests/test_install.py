@@ -124,6 +124,8 @@ def test_every_package_of_the_wheel_says_that_it_is_typed() -> None:
     packages = [folder for folder in included if (ROOT / folder / "__init__.py").is_file()]
     assert len(packages) >= 5
     assert not [name for name in packages if not (ROOT / name / "py.typed").is_file()]
+
+
 def test_the_extra_vllm_ends_with_the_last_release_that_ran_on_a_gpu() -> None:
     from vllm_fp8rl.compat import GPU_TESTED, OLDEST
 
