@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PATCHES: dict[str, tuple[str, ...]] = {
     "nemo_rl.algorithms.distillation": ("config",),
     "nemo_rl.algorithms.dpo": ("config",),
-    "nemo_rl.algorithms.grpo": ("config", "batch", "fallback"),
+    "nemo_rl.algorithms.grpo": ("config", "batch"),
     "nemo_rl.algorithms.loss.loss_functions": ("loss",),
     "nemo_rl.algorithms.ppo": ("config",),
     "nemo_rl.algorithms.rm": ("config",),
@@ -36,12 +36,10 @@ PATCHES: dict[str, tuple[str, ...]] = {
     "nemo_rl.models.policy.lm_policy": ("skip_step", "worker_classes", "kv_scales"),
     "nemo_rl.models.policy.tq_policy": ("skip_step",),
     "nemo_rl.utils.config": ("start",),
-    "nemo_rl.weight_sync.collective_weight_synchronizer": ("fallback",),
-    "nemo_rl.weight_sync.ipc_weight_synchronizer": ("fallback",),
 }
 """Upstream module -> the modules of :mod:`nemo_rl_ext.patches` that change it."""
 
-READ_BEFOREHAND = ("fallback", "worker_classes")
+READ_BEFOREHAND = ("worker_classes",)
 """Patches that rely on modules which a driver imports late or never; it reads their source."""
 
 

@@ -14,7 +14,6 @@ from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.recipe import KVCache, KVDtype
 from nemo_rl_ext.config.drivers import BLOCK, GUARD, LOSS, MEGATRON, VLLM
 from nemo_rl_ext.config.exact import refuse_inexact
-from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.keys import (
     READERS,
     Sections,
@@ -362,28 +361,3 @@ def _refuse_unseen_batches(recipe: Recipe, sections: Sections) -> None:
                 f"'{LOSS}.force_on_policy_ratio' leaves out; set it to false, or set "
                 "'grpo.seq_logprob_error_threshold'."
             )
-
-
-def refuse_fixed_engines(guard: GuardConfig, recipe: Recipe, sections: Sections) -> None:
-    """Refuse the guard's fallback for engines that cannot be started anew in their workers."""
-    if guard.fallback != "bf16" or not recipe.rollout:
-        return
-    if recipe.exact:
-        reason = f"'{VLLM}.{BLOCK}.exact' false: engines in BF16 compute otherwise"
-    elif sections.vllm.get("expose_http_server"):
-        reason = f"'{VLLM}.expose_http_server' false: the server keeps the engine it began with"
-    elif sections.shares_experts:
-        reason = (
-            f"'{VLLM}.expert_parallel_size' up to '{VLLM}.tensor_parallel_size': engines that "
-            "share experts cannot be started anew one by one"
-        )
-    elif sections.at("async_rl.generation_fleet_health").get("enabled"):
-        reason = (
-            "'async_rl.generation_fleet_health.enabled' false: it takes workers that do not answer "
-            "while their engines start for dead"
-        )
-    else:
-        return
-    raise UnsupportedError(
-        f"'{LOSS}.{GUARD}.fallback' bf16 needs {reason}; or set it to stop, which ends the run."
-    )

@@ -20,8 +20,6 @@ BLOCK = "fp8rl"
 GUARD = "fp8rl_guard"
 DRIVER = "fp8rl_driver"
 """Written into ``loss_fn``: name of the driver, for the process that corrects batches."""
-MAX_AGE = "fp8rl_max_age"
-"""Written into ``loss_fn``: steps by which a batch may be older than the engines' weights."""
 ARGUMENTS = "policy.generation.vllm_kwargs.additional_config"
 """Where vLLM's plugin reads its block; it is written from the one at :data:`VLLM`."""
 
@@ -55,7 +53,7 @@ class Driver:
         if VLLM in self.serves:
             blocks.append(f"{ARGUMENTS}.{BLOCK}")
         if LOSS in self.serves:
-            blocks += [f"{LOSS}.{key}" for key in (GUARD, DRIVER, MAX_AGE)]
+            blocks += [f"{LOSS}.{key}" for key in (GUARD, DRIVER)]
         return tuple(blocks)
 
 
@@ -145,7 +143,7 @@ def driver_of(config: Mapping[str, Any]) -> Driver | None:
 
 def meant(key: Any) -> str | None:
     """Return the key of ours that ``key`` is or is probably meant to be, or None."""
-    ours = {_letters(name): name for name in (BLOCK, GUARD, DRIVER, MAX_AGE)}
+    ours = {_letters(name): name for name in (BLOCK, GUARD, DRIVER)}
     last = _letters(str(key).rpartition(".")[2])
     for near in get_close_matches(last, ours, n=1, cutoff=0.8):
         return ours[near]

@@ -134,7 +134,6 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
     guard = None
     if sections.loss.get(GUARD) is not None:
         guard = GuardConfig.from_dict(sections.loss[GUARD], where=f"{LOSS}.{GUARD}")
-        checks.refuse_fixed_engines(guard, recipe, sections)
     return Keys(recipe, tuple(map(block_path, blocks)), guard, tuple(notes), tuple(merged.taken))
 
 
@@ -362,7 +361,6 @@ def prepare(config: Any, driver: drivers.Driver, require: Callable[[str], None])
     if f"{LOSS}.{BLOCK}" in keys.places:
         setattr(config.loss_fn, BLOCK, block)
         setattr(config.loss_fn, drivers.DRIVER, driver.name)
-        setattr(config.loss_fn, drivers.MAX_AGE, _max_age(plain, driver.name))
         if driver.name == "single_controller" and _drops_sequences(keys):
             _take_masks_back(config.grpo)
     if plain.get(BLOCK) is not None:
@@ -396,34 +394,6 @@ def announce_kv_cache(policy: Mapping[str, Any]) -> None:
     recipe = Recipe.from_dict(block, where=f"{VLLM}.{BLOCK}")
     if has_fp8_kv(recipe) and trainer_sends_kv_scales(policy):
         vllm["kv_cache_dtype"] = "fp8"
-
-
-def trainer_knows_kv_cache(vllm: Mapping[str, Any]) -> bool:
-    """Whether the trainer sends KV scales to engines of this section, or rounds K and V as they do.
-
-    Args:
-        vllm: section ``policy.generation.vllm_cfg`` after :func:`prepare`.
-    """
-    return vllm["kv_cache_dtype"] != "auto" or vllm[BLOCK]["kv_cache"]["in_training"]
-
-
-def withdraw_kv_cache(policy: Mapping[str, Any]) -> None:
-    """Take :func:`announce_kv_cache` back: engines in BF16 take no KV scales.
-
-    The block stays as it is, so that a run begun from the config that checkpoints keep is the same.
-    """
-    policy["generation"]["vllm_cfg"]["kv_cache_dtype"] = "auto"
-
-
-def rollouts_in_bf16(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of vLLM's engine like ``arguments``, with linears, experts and KV cache in BF16.
-
-    The plugin stays, for its refits: they refuse incomplete or NaN weights in BF16 as well.
-    """
-    more = dict(arguments["additional_config"])
-    block = more[BLOCK]
-    more[BLOCK] = {**block, "rollout": False, "kv_cache": {**block["kv_cache"], "dtype": "auto"}}
-    return {**arguments, "kv_cache_dtype": "auto", "additional_config": more}
 
 
 def _drops_sequences(keys: Keys) -> bool:

@@ -21,7 +21,6 @@ SWITCHES = (
         for key in (
             "is_mx",
             "async_engine",
-            "expose_http_server",
             "pow2_weight_scaling_factors",
             "pow2_activation_scaling_factors",
             "refit_prequantize",
@@ -49,7 +48,6 @@ SWITCHES = (
     "grpo.val_at_start",
     "grpo.async_grpo.enabled",
     "ppo.async_ppo.enabled",
-    "async_rl.generation_fleet_health.enabled",
     "data_plane.enabled",
 )
 """Keys that are true or false."""

@@ -57,7 +57,6 @@ _MAPPINGS = (
     LOSS,
     "grpo.async_grpo",
     "ppo.async_ppo",
-    "async_rl.generation_fleet_health",
     "data_plane",
     "cluster",
 )

@@ -14,7 +14,7 @@ from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
 
 from fp8rl import Recipe
 from fp8rl.errors import BatchError, UnsupportedError
-from nemo_rl_ext.config.drivers import BLOCK, DRIVER, GUARD, LOSS, MAX_AGE
+from nemo_rl_ext.config.drivers import BLOCK, DRIVER, GUARD, LOSS
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.driver.batch_correction import WEIGHTS, BatchCorrection
 from nemo_rl_ext.driver.mismatch_guard import MismatchGuard
@@ -48,7 +48,6 @@ class CorrectedPGLossFn(ClippedPGLossFn):
         guard = getattr(cfg, GUARD, None)
         self.guard = None if guard is None else GuardConfig.from_dict(guard, where=GUARD)
         self.driver = getattr(cfg, DRIVER, "grpo")
-        self.max_age = getattr(cfg, MAX_AGE, 0)
         self.use_importance_sampling_correction = False
         self.truncated_importance_sampling_type = None
         self.truncated_importance_sampling_ratio = None
@@ -74,9 +73,7 @@ class CorrectedPGLossFn(ClippedPGLossFn):
         if run.correction is None or run.correction.settings != settings:
             guard = None
             if self.guard is not None:
-                guard = MismatchGuard(
-                    self.guard, bf16=not self.recipe.rollout, max_age=self.max_age
-                )
+                guard = MismatchGuard(self.guard, bf16=not self.recipe.rollout)
             run.correction = BatchCorrection(
                 settings,
                 guard,

@@ -20,7 +20,6 @@ from fp8rl.kv_scales import check_scale, next_scales, parse_scale_name, power_of
 from fp8rl.reading import parse_json
 from fp8rl.recipe import KVDtype
 from nemo_rl_ext.config.keys import kv_dtype
-from nemo_rl_ext.config.merge import withdraw_kv_cache
 from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers.logprobs import fuse_logprobs
 from nemo_rl_ext.workers.refit import NOT_SENT
@@ -168,15 +167,12 @@ class Fp8Training:
         Returns:
             ``format``, ``percentile``, ``margin``, ``layers``: scale by name, and ``outgrown``:
             names of scales that values of the step have left (see
-            :func:`fp8rl.kv_scales.next_scales`). No layers after :meth:`withdraw_kv_cache`, since
-            the driver goes on asking. Where only the rollouts run by a recipe, upstream's own
-            scales, rounded up to powers of two.
+            :func:`fp8rl.kv_scales.next_scales`). Where only the rollouts run by a recipe,
+            upstream's own scales, rounded up to powers of two.
 
         Raises:
             ScaleError: a layer saw no token, or a NaN.
         """
-        if kv_scales_withdrawn(self.cfg):
-            return {"layers": {}}
         recipe = recipe_of(self.cfg)
         if recipe is None:
             cache = self._kv_cache
@@ -219,16 +215,6 @@ class Fp8Training:
             "layers": {n: s for n, s in layers.items() if include_q or not n.endswith("q_scale")},
             "outgrown": list(outgrown),
         }
-
-    def withdraw_kv_cache(self) -> None:
-        """Send no KV scales, and round no K and V: the guard's engines have a BF16 cache."""
-        withdraw_kv_cache(self.cfg)
-        if self._kv_cache is not None:
-            self._kv_cache.close()
-            self._kv_cache = None
-        if self._qkv_observer is not None:
-            self._qkv_observer.close()
-            self._qkv_observer = None
 
     def stream_weights_via_ipc_zmq(
         self, buffer_size_bytes: int = 0, kv_scales: Scales | None = None, **options: Any
@@ -392,13 +378,6 @@ def kv_cache_in_training(policy: Mapping[str, Any]) -> KVDtype:
     dtype = kv_dtype(recipe)
     known = dtype == "int8_per_token_head" or sends_kv_scales(policy)
     return dtype if known and recipe.kv_cache.in_training else "auto"
-
-
-def kv_scales_withdrawn(policy: Mapping[str, Any]) -> bool:
-    """Whether this trainer's engines take no KV scales of it: since the guard has replaced them, or
-    because their cache has none."""
-    vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
-    return "fp8rl" in vllm and not sends_kv_scales(policy)
 
 
 def unlike_placeholders(scales: Scales) -> dict[str, float]:

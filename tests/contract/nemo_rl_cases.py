@@ -33,17 +33,15 @@ from nemo_rl.models.generation import configure_generation_config
 from nemo_rl.models.generation.vllm.quantization.fp8_train_utils import get_vllm_qkv_scale_names
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils import config as nemo_config
-from nemo_rl.weight_sync.factory import create_weight_synchronizer
 from omegaconf import OmegaConf
 
 from fp8rl import Recipe
-from fp8rl.errors import Fp8RLError
+from fp8rl.errors import Fp8RLError, UnsupportedError
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext import GRPOConfig, GRPOLoss
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.keys import needs_our_trainer
 from nemo_rl_ext.config.merge import announce_kv_cache
-from nemo_rl_ext.driver import fallback
 from nemo_rl_ext.driver.batch_correction import WEIGHTS, BatchCorrection
 from nemo_rl_ext.driver.loss import CorrectedPGLossFn
 from nemo_rl_ext.driver.mismatch_guard import MismatchGuard
@@ -426,66 +424,15 @@ def test_batches_that_upstreams_threshold_empties_reach_the_guards_end(
         Recipe().importance_sampling, MismatchGuard(GuardConfig(fallback_after=1))
     )
     monkeypatch.setattr(finder.run, "correction", run)
-    for level in (2.0, 3.0):
-        metrics = grpo.compute_and_apply_seq_logprob_error_masking(batch(), torch.ones(ROWS), 1.0)
-        assert metrics["num_masked_seqs"] == ROWS - 1  # one was out before
-        assert (metrics["fp8rl/guard_level"], metrics["fp8rl/step_skipped"]) == (level, 1.0)
-        assert run.skips
+    metrics = grpo.compute_and_apply_seq_logprob_error_masking(batch(), torch.ones(ROWS), 1.0)
+    assert metrics["num_masked_seqs"] == ROWS - 1  # one was out before
+    assert (metrics["fp8rl/guard_level"], metrics["fp8rl/step_skipped"]) == (2.0, 1.0)
+    assert run.skips
+    with pytest.raises(UnsupportedError, match="2 steps in a row were left out"):
+        grpo.compute_and_apply_seq_logprob_error_masking(batch(), torch.ones(ROWS), 1.0)
 
 
-# --- engines that start anew, steps in pieces ---
-
-
-class Reached(Exception):
-    """Upstream's own refit has begun."""
-
-
-class Side:
-    """A policy or a generation, of which upstream's refit gets nothing."""
-
-    cfg: dict[str, Any] = {}
-    weight_synchronizer = None
-
-    def __getattr__(self, name: str) -> Any:
-        raise Reached(name)
-
-
-@pytest.mark.parametrize("way", ["grpo", "ipc", "collective"])
-def test_engines_start_anew_before_the_refit_where_that_is_due(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy, generation = Side(), Side()
-    synchronizer = create_weight_synchronizer(
-        policy,
-        generation,
-        "vllm",
-        colocated=way == "ipc",
-        train_cluster=object(),
-        inference_cluster=object(),
-    )
-    started: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(fallback, "fall_back", lambda *sides: started.append(sides))
-    monkeypatch.setattr(fallback, "release", lambda generation: started.append(("released",)))
-    guard = MismatchGuard(GuardConfig())
-    monkeypatch.setattr(
-        finder.run, "correction", BatchCorrection(Recipe().importance_sampling, guard)
-    )
-
-    def refit() -> None:
-        with pytest.raises(Reached):
-            if way == "grpo":
-                grpo.refit_policy_generation(policy, generation, colocated_inference=True)
-            else:
-                synchronizer.sync_weights()
-
-    refit()
-    assert not started
-    guard.level = "bf16"
-    refit()
-    refit()
-    # Not released: the refit has not succeeded.
-    assert started == [(policy, generation, None if way == "grpo" else synchronizer)]
-    assert guard.bf16
+# --- steps in pieces ---
 
 
 def test_a_step_in_pieces_ends_without_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

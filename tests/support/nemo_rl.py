@@ -59,15 +59,6 @@ def _definitions(members: dict[str, Any], indent: str) -> Iterator[str]:
             yield f"{indent}def {name}({value}): ..."
 
 
-class Closing:
-    """NeMo RL's extension of vLLM's worker: what is called before an engine ends."""
-
-    closed = 0
-
-    def cleanup(self) -> None:
-        Closing.closed += 1
-
-
 def extension(engine: Engine) -> Any:
     """Our worker extension over the engine's worker, as vLLM mixes it in."""
     from nemo_rl_ext.workers.vllm_extension import Fp8VllmWorkerExtension

@@ -14,14 +14,12 @@ import yaml
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
 from nemo_rl_ext.config.checks import KV_BACKENDS, MOE_BACKENDS
-from nemo_rl_ext.config.drivers import DRIVER, DRIVERS, MAX_AGE
+from nemo_rl_ext.config.drivers import DRIVER, DRIVERS
 from nemo_rl_ext.config.merge import (
     announce_kv_cache,
     prepare,
     queues_batches,
     read,
-    rollouts_in_bf16,
-    withdraw_kv_cache,
 )
 from support.nemo_rl import MasterConfig, Section
 
@@ -151,18 +149,13 @@ def test_upstreams_keys_add_to_the_block() -> None:
         ),
         ("policy.router_replay.enabled=true generation.vllm_kwargs.moe_backend=triton", {}),
         ("policy.router_replay.enabled=false megatron.model_overrides.moe_router_fusion=true", {}),
-        ("vllm.expert_parallel_size=2 loss.fp8rl_guard.fallback=stop", {}),
+        ("loss.fp8rl_guard.fallback=stop", {}),
     ],
 )
 def test_a_served_config_gives_its_recipe(overrides: str, expected: dict[str, Any]) -> None:
     keys = read(config({}, overrides), GRPO)
     assert keys is not None
     assert (keys.recipe, keys.notes) == (Recipe.from_dict(expected), ())
-
-
-def test_bf16_rollouts_have_no_engines_to_start_anew() -> None:
-    overrides = "block.rollout=false block.kv_cache.dtype=auto loss.fp8rl_guard={}"
-    assert read(config({}, f"{overrides} vllm.expert_parallel_size=2"), GRPO) is not None
 
 
 WRONG = """
@@ -192,6 +185,8 @@ megatron.fp8rl.training=false
     set 'loss_fn.fp8rl' or 'loss_fn.use_importance_sampling_correction'
 loss.fp8rl_guard.tighten=2
     'loss_fn.fp8rl_guard.tighten'
+loss.fp8rl_guard.fallback=bf16
+    'loss_fn.fp8rl_guard.fallback' must be 'stop', not 'bf16'
 fp8rl_guard={}
     'fp8rl_guard' has no effect
 block.rollout=false block.kv_cache.dtype=int8_per_token_head
@@ -306,12 +301,6 @@ block.importance_sampling.rejection.high=2 loss.force_on_policy_ratio=true
     'loss_fn.fp8rl.importance_sampling.rejection' needs the trainer's logprobs
 loss.force_on_policy_ratio=true loss.fp8rl_guard={}
     'loss_fn.fp8rl_guard' needs the trainer's logprobs
-block.kv_cache.dtype=auto vllm.async_engine=true vllm.expose_http_server=true loss.fp8rl_guard={}
-    'loss_fn.fp8rl_guard.fallback' bf16 needs 'policy.generation.vllm_cfg.expose_http_server'
-block.kv_cache.dtype=auto async_rl.generation_fleet_health.enabled=true loss.fp8rl_guard={}
-    'loss_fn.fp8rl_guard.fallback' bf16 needs 'async_rl.generation_fleet_health.enabled'
-vllm.expert_parallel_size=2 loss.fp8rl_guard.fallback=bf16
-    'loss_fn.fp8rl_guard.fallback' bf16 needs 'policy.generation.vllm_cfg.expert_parallel_size'
 ~megatron.fp8rl megatron.pipeline_model_parallel_size=2
     needs 'policy.megatron_cfg.fp8rl' where
 block.training=false megatron.cuda_graph_impl=local
@@ -388,7 +377,6 @@ def test_what_is_exact(overrides: str, caplog: pytest.LogCaptureFixture) -> None
         ("generation.top_k=20", "policy.generation.top_k"),
         ("generation.vllm_kwargs.speculative_config.method=mtp", "vllm_kwargs.speculative_config"),
         ("grpo.val_at_start=true", "grpo.val_at_start"),
-        ("loss.fp8rl_guard={}", "loss_fn.fp8rl_guard.fallback"),
     ],
 )
 def test_what_is_not_exact_is_refused_by_its_key(overrides: str, path: str) -> None:
@@ -793,41 +781,6 @@ def test_the_moe_backends_are_those_the_engine_plugin_serves() -> None:
     assert set(MOE_BACKENDS) == {"auto", *fused_moe._BACKENDS}
 
 
-def test_what_bf16_engines_are_started_with() -> None:
-    """The merged recipe stays but for its rollouts; nothing else of the arguments changes."""
-    block = Recipe.from_dict({"pins": {"layers": [1]}}).to_dict()
-    arguments = {
-        "quantization": "fp8rl",
-        "kv_cache_dtype": "fp8_e4m3",
-        "additional_config": {"fp8rl": block, "other": 1},
-        "seed": 3,
-    }
-    before = copy.deepcopy(arguments)
-    changed = rollouts_in_bf16(arguments)
-    assert arguments == before
-    recipe = Recipe.from_dict(changed["additional_config"]["fp8rl"])
-    assert (recipe.rollout, recipe.kv_cache.dtype, recipe.training) == (False, "auto", True)
-    assert recipe.pins == Recipe.from_dict(block).pins
-    assert changed["additional_config"]["other"] == 1
-    assert {**arguments, "kv_cache_dtype": "auto", "additional_config": None} == {
-        **changed,
-        "additional_config": None,
-    }
-
-
-def test_driver_and_trainer_stop_sending_kv_scales() -> None:
-    value = config({"kv_cache": {"dtype": "fp8_e4m3"}})
-    made = MasterConfig(**value)
-    prepare(made, GRPO, lambda key: None)
-    announce_kv_cache(made.policy)
-    generation = made.policy["generation"]
-    assert generation["vllm_cfg"]["kv_cache_dtype"] == "fp8"
-    recipe_of_run = copy.deepcopy(generation["vllm_cfg"]["fp8rl"])
-    withdraw_kv_cache(made.policy)
-    assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"
-    assert generation["vllm_cfg"]["fp8rl"] == recipe_of_run  # what checkpoints keep starts again
-
-
 ASYNC = "grpo.async_grpo"
 
 
@@ -842,7 +795,7 @@ ASYNC = "grpo.async_grpo"
         ("single_controller", "async_rl.sampler.name=custom", 0),
     ],
 )
-def test_the_guard_knows_how_old_sequences_may_be(
+def test_it_is_known_whether_batches_wait_across_a_refit(
     driver: str, overrides: str, expected: int
 ) -> None:
     block = {"kv_cache": {"dtype": "auto"}}
@@ -850,7 +803,6 @@ def test_the_guard_knows_how_old_sequences_may_be(
     grpo = Section(**value["grpo"], seq_logprob_error_threshold=None)
     made = MasterConfig(**{**value, "grpo": grpo})
     prepare(made, DRIVERS[driver], lambda key: None)
-    assert getattr(made.loss_fn, MAX_AGE) == expected
     assert getattr(made.loss_fn, DRIVER) == driver  # a single controller's steps come in pieces
     waits = expected > 0 or driver == "single_controller"
     assert queues_batches(made, DRIVERS[driver]) == waits

@@ -244,10 +244,6 @@ def test_scales_come_from_the_steps_forwards_and_change_with_them() -> None:
     truth.close()
     assert second == {n: float(expected[n]) for n in second}
 
-    worker.withdraw_kv_cache()
-    assert worker.calibrate_qkv_fp8_scales(data=0) == {"layers": {}}
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-
 
 def test_attention_sees_what_the_rollouts_cache_holds_from_each_refit_on(
     caplog: pytest.LogCaptureFixture,
@@ -281,9 +277,6 @@ def test_attention_sees_what_the_rollouts_cache_holds_from_each_refit_on(
     assert torch.equal(forward(worker.model, 1), plain)
     worker.broadcast_weights_for_collective(kv_scales=first)
     assert torch.equal(forward(worker.model, 1), quantized)
-    worker.withdraw_kv_cache()
-    worker.broadcast_weights_for_collective(kv_scales={})
-    assert torch.equal(forward(worker.model, 1), plain), "the engines' cache is in BF16"
 
 
 def test_attention_is_upstreams_where_the_recipe_or_the_cache_says_so() -> None:
@@ -311,8 +304,6 @@ def test_attention_sees_what_an_int8_cache_holds_from_the_start_and_no_scales_ar
         worker.broadcast_weights_for_collective(kv_scales=None)
         assert torch.equal(forward(worker.model, 1), rounded)
         assert worker.train(2, loss_fn=None)["all_mb_metrics"] == {"loss": [0.5]}
-        worker.withdraw_kv_cache()
-        assert torch.equal(forward(worker.model, 1), plain), "the engines' cache is in BF16"
     for change in ({"in_training": False}, {"dtype": "auto"}):
         kv_cache = {"dtype": "int8_per_token_head", **change}
         given["generation"]["vllm_cfg"]["fp8rl"] = {"kv_cache": kv_cache}
