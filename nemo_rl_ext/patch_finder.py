@@ -36,6 +36,7 @@ PATCHES: dict[str, tuple[str, ...]] = {
     "nemo_rl.models.policy.lm_policy": ("skip_step", "worker_classes", "kv_scales"),
     "nemo_rl.models.policy.tq_policy": ("skip_step",),
     "nemo_rl.utils.config": ("start",),
+    "nemo_rl.utils.logger": ("step_finished",),
 }
 """Upstream module -> the modules of :mod:`nemo_rl_ext.patches` that change it."""
 

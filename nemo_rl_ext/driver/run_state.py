@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from fp8rl import PluginManager
     from nemo_rl_ext.config.plan import RunPlan
     from nemo_rl_ext.driver.batch_correction import BatchCorrection
 
@@ -22,3 +24,10 @@ class RunState:
     """KV scales of the last refit of asynchronous engines."""
     unread_config: Any = None
     """The config that was loaded, until a class that knows our keys has been made of one."""
+
+    @cached_property
+    def plugins(self) -> PluginManager:
+        """The installed plugins, for the hooks that a run calls."""
+        from fp8rl import PluginManager
+
+        return PluginManager()

@@ -360,7 +360,7 @@ def test_the_installed_nemo_rl(
     monkeypatch.setattr(examination, "installed_package", lambda: source / "nemo_rl")
     found = diagnose()
     assert (found.installed, found.problems) == ("0.6.0rc1", ())
-    assert found.facts["patches"] == "8 of 8 fit"
+    assert found.facts["patches"] == "9 of 9 fit"
     assert look(config({}), source=None).problems == ()
 
 
