@@ -34,10 +34,11 @@ from fp8rl import Recipe
 from fp8rl.mismatch import mismatch_metrics
 
 SUBJECTS = (
-    "the tides, prime numbers, a lighthouse keeper, photosynthesis, compound "
-    "interest, old maps, bees, a violin maker, bread, winter, a rescue at sea, "
-    "computers, volcanoes, friendship, the moon, rivers"
-).split(", ")
+    *("the tides", "prime numbers", "a lighthouse keeper", "photosynthesis"),
+    *("compound interest", "old maps", "bees", "a violin maker"),
+    *("bread", "winter", "a rescue at sea", "computers"),
+    *("volcanoes", "friendship", "the moon", "rivers"),
+)
 TASKS = (
     "Explain {} in a few sentences.",
     "Write a short story about {}.",

@@ -12,17 +12,17 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl_ext.driver.run_state import RunState
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-
-    from nemo_rl_ext.driver.batch_correction import BatchCorrection
 
 PATCHES: dict[str, tuple[str, ...]] = {
     "nemo_rl.algorithms.distillation": ("config",),
     "nemo_rl.algorithms.dpo": ("config",),
-    "nemo_rl.algorithms.grpo": ("config", "batch", "fallback"),
+    "nemo_rl.algorithms.grpo": ("config", "batch"),
     "nemo_rl.algorithms.loss.loss_functions": ("loss",),
     "nemo_rl.algorithms.ppo": ("config",),
     "nemo_rl.algorithms.rm": ("config",),
@@ -36,28 +36,9 @@ PATCHES: dict[str, tuple[str, ...]] = {
     "nemo_rl.models.policy.lm_policy": ("skip_step", "worker_classes", "kv_scales"),
     "nemo_rl.models.policy.tq_policy": ("skip_step",),
     "nemo_rl.utils.config": ("start",),
-    "nemo_rl.weight_sync.collective_weight_synchronizer": ("fallback",),
-    "nemo_rl.weight_sync.ipc_weight_synchronizer": ("fallback",),
+    "nemo_rl.utils.logger": ("step_finished",),
 }
 """Upstream module -> the modules of :mod:`nemo_rl_ext.patches` that change it."""
-
-READ_BEFOREHAND = ("fallback", "worker_classes")
-"""Patches that rely on modules which a driver imports late or never; it reads their source."""
-
-
-class RunState:
-    """What the patches of one process know about the run."""
-
-    correction: BatchCorrection | None = None
-    """Corrects whole batches; made together with the loss."""
-    kv_scales: Mapping[str, float] | None = None
-    """KV scales of the last refit of asynchronous engines."""
-    queues_batches: bool = True
-    """Whether batches may wait for their training across a refit; true where it is not known."""
-    exact_model: str | None = None
-    """Name of the model, if the recipe says ``exact``."""
-    unread_config: Any = None
-    """The config that was loaded, until a class that knows our keys has been made of one."""
 
 
 class PatchFinder:
@@ -93,41 +74,19 @@ class PatchFinder:
     def imported(self, module: ModuleType) -> None:
         """Apply the patches of a module that has just been executed, for the first time or anew.
 
-        An error waits for :meth:`require`.
+        An error waits for :func:`nemo_rl_ext.patches.upstream.require_patches`.
         """
         self._seen[module.__name__] = (module, getattr(module, "__spec__", None))
         for patch in PATCHES[module.__name__]:
             key = (module.__name__, patch)
             try:
-                _module_of(patch).apply(module, self)
+                module_of(patch).apply(module, self)
             except Exception as error:  # a run without our keys must not notice
                 self.failures[key] = error
                 self.applied.discard(key)
             else:
                 self.applied.add(key)
                 self.failures.pop(key, None)
-
-    def require(self, key: str) -> None:
-        """Raise unless all patches fit this NeMo RL, and so do the workers' base classes.
-
-        Args:
-            key: full path of the config key that needs the patches.
-
-        Raises:
-            UnsupportedError: a patch cannot be applied, with the reason.
-        """
-        self.take_up()
-        self._read_beforehand()
-        if not self.failures:
-            return
-        from fp8rl.errors import UnsupportedError
-        from nemo_rl_ext.patches.upstream import served
-
-        (module, patch), error = next(iter(self.failures.items()))
-        raise UnsupportedError(
-            f"'{key}' is set, but fp8rl's patch '{patch}' does not fit {module}: {error} "
-            f"{served()}, or remove the key."
-        ) from error
 
     def take_up(self) -> None:
         """Patch modules that were executed without :meth:`imported`: before the finder was
@@ -140,20 +99,6 @@ class PatchFinder:
             patched, its_spec = self._seen.get(name, (None, None))
             if module is not patched or spec is not its_spec:
                 self.imported(module)
-
-    def _read_beforehand(self) -> None:
-        package = sys.modules.get("nemo_rl")
-        if package is None:
-            return
-        from nemo_rl_ext.patches.upstream import compare_source
-
-        for patch in READ_BEFOREHAND:
-            for upstream in _module_of(patch).UPSTREAM:
-                try:
-                    if (upstream.module, patch) not in self.applied:
-                        compare_source(package.__path__[0], upstream)
-                except Exception as error:  # raised by require, like the others
-                    self.failures.setdefault((upstream.module, patch), error)
 
 
 class _Loader:
@@ -177,7 +122,8 @@ class _Loader:
         self._finder.imported(module)
 
 
-def _module_of(patch: str) -> Any:
+def module_of(patch: str) -> Any:
+    """Import the module of a patch."""
     return importlib.import_module(f"nemo_rl_ext.patches.{patch}")
 
 

@@ -73,8 +73,7 @@ KV_CACHE = {
     "v_clipped_share": "share of the elements of V beyond 448 times their scale",
 }
 DRIVER = {
-    "guard_level": "level of the mismatch guard: 0 normal, 1 tight, 2 skip, 3 bf16",
-    "guard_bf16_rollouts": "1 while rollouts run in BF16",
+    "guard_level": "level of the mismatch guard: 0 normal, 1 tight, 2 skip",
     "guard_rejected_share": "share of the tokens that the tight level rejected",
     "equal_logprobs": "with `exact`, share of the sampled tokens whose log-probabilities are the "
     "trainer's to the bit; below 1 in a step on policy is an error in the log",

@@ -6,7 +6,7 @@ and before anything in the config has been changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from fp8rl import Recipe
@@ -14,15 +14,8 @@ from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.recipe import KVCache, KVDtype
 from nemo_rl_ext.config.drivers import BLOCK, GUARD, LOSS, MEGATRON, VLLM
 from nemo_rl_ext.config.exact import refuse_inexact
-from nemo_rl_ext.config.guard import GuardConfig
-from nemo_rl_ext.config.keys import (
-    READERS,
-    Sections,
-    block_path,
-    has_fp8_kv,
-    kv_dtype,
-    needs_our_trainer,
-)
+from nemo_rl_ext.config.keys import READERS, Sections, block_path, has_fp8_kv, kv_dtype
+from nemo_rl_ext.config.rules import OFF, Rule, refuse
 
 KV_BACKENDS: dict[KVDtype, tuple[str, ...]] = {
     "fp8_e4m3": ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHINFER"),
@@ -120,68 +113,117 @@ def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
     """Refuse upstream's settings that FP8 or the correction of whole batches cannot serve."""
     if recipe.exact:
         refuse_inexact(recipe, block_path(next(iter(sections.blocks))), sections)
-    _refuse_other_workers(recipe, sections)
-    _refuse_adapters(recipe, sections)
+    refuse(_other_workers(recipe, sections), sections)
+    if recipe.training:
+        refuse(_TRAINING, sections)
     if recipe.rollout:
-        _refuse_rollouts(sections)
+        refuse(_ROLLOUTS, sections)
+        _require_correction(sections)
     if has_fp8_kv(recipe):
         _refuse_fp8_kv(recipe, sections)
     if kv_dtype(recipe) != "auto":
-        _refuse_backend(kv_dtype(recipe), sections)
+        refuse(_backends(kv_dtype(recipe)), sections)
     if recipe.kv_cache.in_training:
-        _refuse_captured_attention(sections)
+        refuse(_captured_attention(), sections)
     if sections.at("policy.router_replay").get("enabled"):
-        _refuse_hidden_routers(sections)
+        if VLLM in sections.blocks:
+            refuse(_ROUTERS_OF_ROLLOUTS, sections)
+        refuse(_ROUTERS_OF_TRAINING, sections)
     if LOSS in sections.blocks:
         _refuse_split_batches(recipe, sections)
         _refuse_unseen_batches(recipe, sections)
 
 
-def _refuse_other_workers(recipe: Recipe, sections: Sections) -> None:
-    """Refuse upstream's keys by which another worker takes the place of ours, without a word."""
+_KWARGS = "policy.generation.vllm_kwargs"
+# NeMo RL merges adapters into the weights that it sends. Rollouts in FP8 serve that, with a trainer
+# in BF16.
+_TRAINING: tuple[Rule, ...] = (
+    (
+        f"{MEGATRON}.peft.enabled",
+        OFF,
+        "is true, but FP8 training does not serve LoRA: rollouts get merged weights, whose FP8 "
+        "codes are not those of the trainer's base weights; set "
+        f"'{MEGATRON}.{BLOCK}.training' to false, or train without adapters.",
+    ),
+)
+_ROLLOUTS: tuple[Rule, ...] = (
+    (
+        f"{_KWARGS}.enable_lora",
+        OFF,
+        "is true, but NeMo RL sends merged weights, which cannot be refitted under adapters; "
+        "remove it.",
+    ),
+    (
+        "policy.generation.refit_transport",
+        (None,),
+        "is '{}', which writes past vLLM's weight loaders; FP8 rollouts are served with null "
+        "(CUDA IPC or NCCL broadcast).",
+    ),
+    (
+        f"{VLLM}.pipeline_parallel_size",
+        (None, 1),
+        f"is {{}}, but FP8 rollouts are served with 1; use '{VLLM}.tensor_parallel_size'.",
+    ),
+)
+# Kernels that choose the experts themselves.
+_ROUTERS_OF_ROLLOUTS: tuple[Rule, ...] = (
+    (
+        f"{_KWARGS}.moe_backend",
+        (None, *MOE_BACKENDS),
+        "is '{}', and 'policy.router_replay' needs kernels that leave the choice of experts to "
+        f"vLLM's router; choose one of {', '.join(MOE_BACKENDS)}.",
+    ),
+)
+_ROUTERS_OF_TRAINING: tuple[Rule, ...] = (
+    (
+        f"{MEGATRON}.model_overrides.moe_router_fusion",
+        OFF,
+        "is true, and the fused router would ignore the routes of 'policy.router_replay'; set it "
+        "to false.",
+    ),
+)
+
+
+def _other_workers(recipe: Recipe, sections: Sections) -> Iterator[Rule]:
+    """Rules of keys by which another worker takes the place of ours, without a word."""
     key = "worker_extension_cls_fqn"  # newer than 7ea279a
-    ours = f"{VLLM if MEGATRON not in sections.blocks else MEGATRON}.{BLOCK}"
-    replaced = []
-    if (recipe.rollout or recipe.training) and needs_our_trainer(sections.policy):
-        for name, what in (("quant_cfg", " of another number format"), (key, "")):
-            replaced.append((f"policy.{name}", f"a Megatron worker{what}", ours))
+    text = "selects a {} in place of fp8rl's, which '{}' needs; remove it, or the fp8rl block."
+    if (recipe.rollout or recipe.training) and sections.megatron.get("enabled"):
+        ours = block_path(MEGATRON if MEGATRON in sections.blocks else VLLM)
+        other = text.format("Megatron worker of another number format", ours)
+        yield "policy.quant_cfg", (None,), other
+        yield f"policy.{key}", (None,), text.format("Megatron worker", ours)
     if recipe.rollout:
-        replaced.append((f"policy.generation.{key}", "a vLLM worker", f"{VLLM}.{BLOCK}"))
-    for path, worker, block in replaced:
-        section, _, name = path.rpartition(".")
-        if sections.at(section).get(name) is not None:  # upstream asks the same
-            raise UnsupportedError(
-                f"'{path}' selects {worker} in place of fp8rl's, which '{block}' needs; remove "
-                "it, or the fp8rl block."
+        other = text.format("vLLM worker", block_path(VLLM))
+        yield f"policy.generation.{key}", (None,), other
+
+
+def _backends(dtype: KVDtype) -> Iterator[Rule]:
+    """The rule of attention backends, some of which do not read a KV cache of this dtype."""
+    served = KV_BACKENDS[dtype]
+    yield (
+        f"{_KWARGS}.attention_backend",
+        lambda backend: backend is None or str(backend).upper() in served,
+        f"is '{{}}', which is not known to read a KV cache of dtype {dtype} with its scales; set "
+        f"it to {' or '.join(served)}, or '{VLLM}.{BLOCK}.kv_cache.dtype' to auto.",
+    )
+
+
+def _captured_attention() -> Iterator[Rule]:
+    """Rules of CUDA graphs, for a trainer that attends over K and V of the rollouts' cache."""
+    from megatron_fp8rl.compat import CUDA_GRAPHS
+
+    for section in (MEGATRON, f"{MEGATRON}.model_overrides"):
+        for key in CUDA_GRAPHS:
+            yield (
+                f"{section}.{key}",
+                lambda value: not value or value == "none",
+                "is {!r}, but a replayed graph would go on without the K and V of the rollouts' "
+                f"KV cache; remove it, or set '{VLLM}.{BLOCK}.kv_cache.in_training' to false.",
             )
 
 
-def _refuse_adapters(recipe: Recipe, sections: Sections) -> None:
-    """Refuse LoRA where it would part the codes of trainer and rollouts.
-
-    NeMo RL merges adapters into the weights that it sends. Rollouts in FP8 serve that, with a
-    trainer in BF16.
-    """
-    if recipe.training and sections.at(f"{MEGATRON}.peft").get("enabled"):
-        raise UnsupportedError(
-            f"'{MEGATRON}.peft.enabled' is true, but FP8 training does not serve LoRA: rollouts "
-            "get merged weights, whose FP8 codes are not those of the trainer's base weights; set "
-            f"'{MEGATRON}.{BLOCK}.training' to false, or train without adapters."
-        )
-    if recipe.rollout and sections.at("policy.generation.vllm_kwargs").get("enable_lora"):
-        raise UnsupportedError(
-            "'policy.generation.vllm_kwargs.enable_lora' is true, but NeMo RL sends merged "
-            "weights, which cannot be refitted under adapters; remove it."
-        )
-
-
-def _refuse_rollouts(sections: Sections) -> None:
-    transport = sections.generation.get("refit_transport")
-    if transport is not None:
-        raise UnsupportedError(
-            f"'policy.generation.refit_transport' is '{transport}', which writes past vLLM's "
-            "weight loaders; FP8 rollouts are served with null (CUDA IPC or NCCL broadcast)."
-        )
+def _require_correction(sections: Sections) -> None:
     if (
         LOSS in sections.driver.serves
         and LOSS not in sections.blocks
@@ -190,12 +232,6 @@ def _refuse_rollouts(sections: Sections) -> None:
         raise RecipeError(
             f"FP8 rollouts need a correction of their logprobs: set '{LOSS}.{BLOCK}' or "
             f"'{LOSS}.use_importance_sampling_correction'."
-        )
-    stages = sections.vllm.get("pipeline_parallel_size") or 1
-    if stages > 1:
-        raise UnsupportedError(
-            f"'{VLLM}.pipeline_parallel_size' is {stages}, but FP8 rollouts are served with 1; use "
-            f"'{VLLM}.tensor_parallel_size'."
         )
 
 
@@ -254,48 +290,6 @@ def _refuse_fp8_kv(recipe: Recipe, sections: Sections) -> None:
         other = "int8_per_token_head" if recipe.exact else "auto"
         raise UnsupportedError(
             f"'{VLLM}.{BLOCK}.kv_cache.dtype' fp8_e4m3 needs {reason}; or set it to {other}."
-        )
-
-
-def _refuse_backend(dtype: KVDtype, sections: Sections) -> None:
-    """Refuse an attention backend that does not read a KV cache of this dtype."""
-    backend = sections.at("policy.generation.vllm_kwargs").get("attention_backend")
-    if backend is not None and str(backend).upper() not in KV_BACKENDS[dtype]:
-        raise UnsupportedError(
-            f"'policy.generation.vllm_kwargs.attention_backend' is '{backend}', which is not known "
-            f"to read a KV cache of dtype {dtype} with its scales; set it to "
-            f"{' or '.join(KV_BACKENDS[dtype])}, or '{VLLM}.{BLOCK}.kv_cache.dtype' to auto."
-        )
-
-
-def _refuse_captured_attention(sections: Sections) -> None:
-    """Refuse CUDA graphs of a trainer that attends over K and V of the rollouts' cache."""
-    from megatron_fp8rl.compat import CUDA_GRAPHS
-
-    for section in (MEGATRON, f"{MEGATRON}.model_overrides"):
-        for key in CUDA_GRAPHS:
-            value = sections.at(section).get(key)
-            if value and value != "none":
-                raise UnsupportedError(
-                    f"'{section}.{key}' is {value!r}, but a replayed graph would go on without the "
-                    f"K and V of the rollouts' KV cache; remove it, or set "
-                    f"'{VLLM}.{BLOCK}.kv_cache.in_training' to false."
-                )
-
-
-def _refuse_hidden_routers(sections: Sections) -> None:
-    """Refuse, for router replay, kernels that choose the experts themselves."""
-    backend = sections.at("policy.generation.vllm_kwargs").get("moe_backend")
-    if VLLM in sections.blocks and backend not in (None, *MOE_BACKENDS):
-        raise UnsupportedError(
-            f"'policy.generation.vllm_kwargs.moe_backend' is '{backend}', and 'policy."
-            "router_replay' needs kernels that leave the choice of experts to vLLM's router; "
-            f"choose one of {', '.join(MOE_BACKENDS)}."
-        )
-    if sections.at(f"{MEGATRON}.model_overrides").get("moe_router_fusion"):
-        raise UnsupportedError(
-            f"'{MEGATRON}.model_overrides.moe_router_fusion' is true, and the fused router would "
-            "ignore the routes of 'policy.router_replay'; set it to false."
         )
 
 
@@ -362,28 +356,3 @@ def _refuse_unseen_batches(recipe: Recipe, sections: Sections) -> None:
                 f"'{LOSS}.force_on_policy_ratio' leaves out; set it to false, or set "
                 "'grpo.seq_logprob_error_threshold'."
             )
-
-
-def refuse_fixed_engines(guard: GuardConfig, recipe: Recipe, sections: Sections) -> None:
-    """Refuse the guard's fallback for engines that cannot be started anew in their workers."""
-    if guard.fallback != "bf16" or not recipe.rollout:
-        return
-    if recipe.exact:
-        reason = f"'{VLLM}.{BLOCK}.exact' false: engines in BF16 compute otherwise"
-    elif sections.vllm.get("expose_http_server"):
-        reason = f"'{VLLM}.expose_http_server' false: the server keeps the engine it began with"
-    elif sections.shares_experts:
-        reason = (
-            f"'{VLLM}.expert_parallel_size' up to '{VLLM}.tensor_parallel_size': engines that "
-            "share experts cannot be started anew one by one"
-        )
-    elif sections.at("async_rl.generation_fleet_health").get("enabled"):
-        reason = (
-            "'async_rl.generation_fleet_health.enabled' false: it takes workers that do not answer "
-            "while their engines start for dead"
-        )
-    else:
-        return
-    raise UnsupportedError(
-        f"'{LOSS}.{GUARD}.fallback' bf16 needs {reason}; or set it to stop, which ends the run."
-    )

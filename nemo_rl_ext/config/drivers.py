@@ -18,10 +18,8 @@ MEGATRON = "policy.megatron_cfg"
 LOSS = "loss_fn"
 BLOCK = "fp8rl"
 GUARD = "fp8rl_guard"
-DRIVER = "fp8rl_driver"
-"""Written into ``loss_fn``: name of the driver, for the process that corrects batches."""
-MAX_AGE = "fp8rl_max_age"
-"""Written into ``loss_fn``: steps by which a batch may be older than the engines' weights."""
+PLAN = "fp8rl_plan"
+"""Written into ``policy`` and ``loss_fn``: the run's :class:`nemo_rl_ext.config.plan.RunPlan`."""
 ARGUMENTS = "policy.generation.vllm_kwargs.additional_config"
 """Where vLLM's plugin reads its block; it is written from the one at :data:`VLLM`."""
 
@@ -55,8 +53,8 @@ class Driver:
         if VLLM in self.serves:
             blocks.append(f"{ARGUMENTS}.{BLOCK}")
         if LOSS in self.serves:
-            blocks += [f"{LOSS}.{key}" for key in (GUARD, DRIVER, MAX_AGE)]
-        return tuple(blocks)
+            blocks += [f"{LOSS}.{key}" for key in (GUARD, PLAN)]
+        return (*blocks, f"policy.{PLAN}") if blocks else ()
 
 
 _ALL = (VLLM, MEGATRON, LOSS)
@@ -145,7 +143,7 @@ def driver_of(config: Mapping[str, Any]) -> Driver | None:
 
 def meant(key: Any) -> str | None:
     """Return the key of ours that ``key`` is or is probably meant to be, or None."""
-    ours = {_letters(name): name for name in (BLOCK, GUARD, DRIVER, MAX_AGE)}
+    ours = {_letters(name): name for name in (BLOCK, GUARD, PLAN)}
     last = _letters(str(key).rpartition(".")[2])
     for near in get_close_matches(last, ours, n=1, cutoff=0.8):
         return ours[near]

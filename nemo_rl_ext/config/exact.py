@@ -12,6 +12,7 @@ from fp8rl.kernels import EXACT_MODELS, EXACT_RANKS, require_fp8_linears
 from fp8rl.pinning import PinPolicy
 from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, VLLM
 from nemo_rl_ext.config.keys import Sections, has_fp8_kv
+from nemo_rl_ext.config.rules import broken
 from nemo_rl_ext.names import FUSED_ENV
 
 _GENERATION = "policy.generation"
@@ -81,13 +82,11 @@ def require_both_sections(where: str, sections: Sections) -> None:
 
 def refuse_inexact(recipe: Recipe, where: str, sections: Sections) -> None:
     """Raise UnsupportedError for a key by which trainer and rollouts would not be equal."""
-    for path, served, why in _NEEDED:
-        section, _, name = path.rpartition(".")
-        value = sections.at(section).get(name)
-        if value not in served:
-            remedy = "remove it" if served[0] is None else f"set it to {json.dumps(served[0])}"
-            told = json.dumps(value, default=str)  # with quotes: a text 1 is no number 1
-            raise _refusal(f"'{path}' is {told}", where, why, remedy)
+    for path, value, served, why in broken(_NEEDED, sections):
+        first = served[0]
+        remedy = "remove it" if first is None else f"set it to {json.dumps(first)}"
+        told = json.dumps(value, default=str)  # with quotes: a text 1 is no number 1
+        raise _refusal(f"'{path}' is {told}", where, why, remedy)
     _refuse_ranks(where, sections)
     if sections.policy.get("logprob_chunk_size") is None:
         raise _refusal(

@@ -27,11 +27,10 @@ class GuardConfig(BaseModel):
     release_after: Annotated[int, Field(ge=1)] = 5
     """Steps in a row below ``release_below``."""
     fallback_after: Annotated[int, Field(ge=1)] = 3
-    """Steps left out in a row, those that rejection has emptied included, after which rollouts go
-    back to BF16."""
-    fallback: Literal["bf16", "stop"] = "bf16"
-    """``bf16``: the engines are started anew with BF16 linears and KV cache, and the run goes on;
-    ``stop``: the run ends."""
+    """Steps left out in a row, those that rejection has emptied included, after which the run
+    ends."""
+    fallback: Literal["stop"] = "stop"
+    """The run ends, and its message names the keys by which the last checkpoint goes on in BF16."""
     geometric: Above = 1.05
     """While tight, a sequence stays if its geometric mean ratio is within this factor of 1."""
 

@@ -1,4 +1,4 @@
-"""The ``fp8rl`` keys of a NeMo RL config: where they stand and what has been read of them.
+"""The ``fp8rl`` keys of a NeMo RL config, and the sections in which they stand.
 
 One block, a :class:`fp8rl.Recipe`, stands at up to three places (interpolated from one): with
 ``policy.generation.vllm_cfg.fp8rl`` the rollouts run by it, with ``policy.megatron_cfg.fp8rl`` the
@@ -11,14 +11,12 @@ of them a driver serves, :mod:`nemo_rl_ext.config.merge` reads and spreads them,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError
 from fp8rl.recipe import KVDtype
 from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, VLLM, Driver
-from nemo_rl_ext.config.guard import GuardConfig
 
 READERS = {
     "rollout": (VLLM,),
@@ -35,20 +33,6 @@ READERS = {
 """Key of a recipe -> sections of which one must have the block, or nobody acts on the key."""
 
 
-@dataclass(frozen=True)
-class Keys:
-    """What a config asks for, after comparison with upstream's keys."""
-
-    recipe: Recipe
-    places: tuple[str, ...]
-    """Paths at which the block stands, the first one for messages."""
-    guard: GuardConfig | None
-    notes: tuple[str, ...]
-    """Sentences for the log."""
-    taken: tuple[tuple[str, str], ...] = ()
-    """Upstream's keys that the recipe has taken over: full path, key of the recipe."""
-
-
 class Sections:
     """The sections of a config that are compared with the block, and the blocks in them.
 
@@ -61,11 +45,12 @@ class Sections:
         self.config, self.driver = config, driver
         self.policy, self.generation = self.at("policy"), self.at("policy.generation")
         self.vllm, self.megatron, self.loss = self.at(VLLM), self.at(MEGATRON), self.at(LOSS)
-        self.blocks = {
-            path: self.at(path)[BLOCK]
-            for path in (VLLM, MEGATRON, LOSS)
-            if self.at(path).get(BLOCK) is not None
-        }
+
+    @property
+    def blocks(self) -> dict[str, Any]:
+        """The block in each section that has one, by the section's path."""
+        given = {VLLM: self.vllm, MEGATRON: self.megatron, LOSS: self.loss}
+        return {p: section[BLOCK] for p, section in given.items() if section.get(BLOCK) is not None}
 
     def at(self, path: str) -> Mapping[str, Any]:
         """The section at a dotted path, see :func:`section_at`."""
@@ -73,8 +58,8 @@ class Sections:
 
     @property
     def sends_kv_scales(self) -> bool:
-        """Whether refits bring KV scales of the trainer."""
-        return self.driver.sends_kv_scales and trainer_sends_kv_scales(self.policy)
+        """Whether refits bring KV scales of the trainer; DTensor workers make none."""
+        return self.driver.sends_kv_scales and bool(self.megatron.get("enabled"))
 
     def trainer_can_round(self, dtype: KVDtype) -> bool:
         """Whether the trainer can round K and V as the rollouts' cache of this dtype holds them."""
@@ -112,22 +97,6 @@ def section_at(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 def block_path(section: str) -> str:
     """Full path of the block in a section; "" is the top level."""
     return f"{section}.{BLOCK}" if section else BLOCK
-
-
-def trainer_sends_kv_scales(policy: Mapping[str, Any]) -> bool:
-    """Whether the trainer can send KV scales; DTensor workers cannot."""
-    return bool((policy.get("megatron_cfg") or {}).get("enabled"))
-
-
-def needs_our_trainer(policy: Mapping[str, Any]) -> bool:
-    """Whether a Megatron worker must be our subclass.
-
-    It must be also where only the rollouts are ours: they may take KV scales from this trainer.
-    """
-    megatron = policy.get("megatron_cfg") or {}
-    vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
-    asked = megatron.get(BLOCK) is not None or vllm.get(BLOCK) is not None
-    return bool(megatron.get("enabled")) and asked
 
 
 def kv_dtype(recipe: Recipe) -> KVDtype:

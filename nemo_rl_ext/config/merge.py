@@ -1,4 +1,4 @@
-"""From the ``fp8rl`` block and upstream's keys to one recipe, and back into upstream's keys.
+"""From the ``fp8rl`` block and upstream's keys to the plan of a run.
 
 The block says what runs in FP8. Upstream's own keys keep their meaning and add to it where it is
 silent. Where both speak and differ, or where fp8rl has no counterpart, the key is refused by its
@@ -7,10 +7,8 @@ full path.
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
@@ -18,37 +16,69 @@ from nemo_rl_ext.config import checks, drivers
 from nemo_rl_ext.config.drivers import ARGUMENTS, BLOCK, GUARD, LOSS, MEGATRON, QUANTIZATION, VLLM
 from nemo_rl_ext.config.exact import require_both_sections
 from nemo_rl_ext.config.guard import GuardConfig
-from nemo_rl_ext.config.keys import (
-    Keys,
-    Sections,
-    block_path,
-    has_fp8_kv,
-    kv_dtype,
-    trainer_sends_kv_scales,
-)
-from nemo_rl_ext.config.model_pins import check_pins, model_config
+from nemo_rl_ext.config.keys import Sections, block_path, has_fp8_kv, kv_dtype
+from nemo_rl_ext.config.model_pins import check_pins
+from nemo_rl_ext.config.plan import RunPlan
+from nemo_rl_ext.config.rules import OFF, Rule, refuse
 from nemo_rl_ext.config.values import refuse_wrong_kinds
-from nemo_rl_ext.names import LOGGER
-
-logger = logging.getLogger(LOGGER)
 
 _MODES = {"tis": "truncate", "icepop": "mask"}
+_OF_ROLLOUTS: tuple[Rule, ...] = (
+    (
+        f"{VLLM}.is_mx",
+        OFF,
+        "is true, which asks for MXFP8 (groups of 32 with E8M0 scales), and fp8rl's engines "
+        "multiply blocks of 128 alone; set it to false (with pow2 scales the rollouts of fp8rl "
+        f"suit Blackwell, by allow_untested_gpu), or remove '{VLLM}.{BLOCK}'.",
+    ),
+    (
+        "policy.generation.quant_cfg",
+        (None,),  # upstream asks the same
+        f"is another number format than fp8rl's; remove it or '{VLLM}.{BLOCK}'.",
+    ),
+    (
+        f"{VLLM}.precision",
+        (None, "auto", "bfloat16", "bf16", "fp8"),
+        f"is {{!r}}; with '{VLLM}.{BLOCK}' it can only be 'fp8' or 'bfloat16'.",
+    ),
+    (
+        f"{VLLM}.refit_prequantize",  # newer than 7ea279a
+        OFF,
+        "is true, by which the trainer sends MXFP8 weights, and fp8rl's engines take BF16; set it "
+        f"to false, or remove '{VLLM}.{BLOCK}'.",
+    ),
+)
+_OF_TRAINING: tuple[Rule, ...] = tuple(
+    (
+        f"{MEGATRON}.model_overrides.{key}",
+        (None,),
+        f"switches Transformer Engine's FP8 on beside '{MEGATRON}.{BLOCK}'; remove one of them.",
+    )
+    for key in ("fp8", "fp8_recipe", "fp8_quantizer_factory")
+)
 
 
-def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
-    """Read and check the keys; nothing is changed.
+def read(
+    config: Mapping[str, Any],
+    driver: drivers.Driver,
+    model_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+) -> RunPlan | None:
+    """Read and check the keys, and make the plan of the run; nothing is changed.
 
     Args:
         config: NeMo RL's config as plain mappings.
         driver: whose config it is.
+        model_of: returns the values of the model's ``config.json``, or none of them, by section
+            ``policy``; without it model and pins are not looked at.
 
     Returns:
         None where the config has no ``fp8rl`` key at all.
 
     Raises:
-        RecipeError: an unknown key, one that nobody reads, a bad value, or one that contradicts
-            upstream's key.
-        UnsupportedError: an upstream key that fp8rl does not serve.
+        RecipeError: an unknown key, one that nobody reads, a bad value, one that contradicts
+            upstream's key, or a pin that does not fit the model.
+        UnsupportedError: an upstream key, or a model, that fp8rl does not serve.
+        ModelError: the model's config has numbers that no model can have.
     """
     drivers.check_places(config, driver)
     sections = Sections(config, driver)
@@ -102,7 +132,7 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
         merged.data["training"] = False
         notes.append("the DTensor trainer runs in BF16; only the rollouts run in FP8.")
     elif MEGATRON in blocks:
-        _training(merged, sections.megatron)
+        _training(merged, sections)
     else:
         enabled = sections.at(f"{MEGATRON}.fp8_cfg").get("enabled")
         _refuse_fp8_without_block(sections, MEGATRON, "fp8_cfg.enabled", enabled)
@@ -114,7 +144,10 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
     if theirs is not None:
         checks.refuse_unread_kv_settings(block, recipe, first, sections, theirs)
     dtype = kv_dtype(recipe)
-    if has_fp8_kv(recipe) and not sections.sends_kv_scales:
+    kv_scales: Literal["trainer", "engine"] | None = None
+    if has_fp8_kv(recipe):
+        kv_scales = "trainer" if sections.sends_kv_scales else "engine"
+    if kv_scales == "engine":
         notes.append("no KV scales are sent; vLLM calibrates them itself after each refit.")
     if not sections.trainer_can_round(dtype):
         if dtype != "auto" and recipe.kv_cache.in_training:
@@ -134,8 +167,20 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
     guard = None
     if sections.loss.get(GUARD) is not None:
         guard = GuardConfig.from_dict(sections.loss[GUARD], where=f"{LOSS}.{GUARD}")
-        checks.refuse_fixed_engines(guard, recipe, sections)
-    return Keys(recipe, tuple(map(block_path, blocks)), guard, tuple(notes), tuple(merged.taken))
+    if model_of is not None:
+        notes += check_pins(recipe, first, sections.policy, model_of(sections.policy))
+    return RunPlan(
+        driver=driver.name,
+        recipe=recipe,
+        sections=tuple(blocks),
+        model=sections.policy.get("model_name") or "",
+        megatron=bool(sections.megatron.get("enabled")),
+        kv_scales=kv_scales,
+        guard=guard,
+        queues_batches=_queues_batches(sections),
+        notes=tuple(notes),
+        taken=tuple(merged.taken),
+    )
 
 
 def _refuse_fp8_without_block(sections: Sections, section: str, key: str, value: Any) -> None:
@@ -188,27 +233,7 @@ def _rollout(merged: _Merge, sections: Sections) -> None:
             f"'{VLLM}.{BLOCK}' needs 'policy.generation.backend' vllm, not "
             f"'{generation['backend']}'."
         )
-    if vllm.get("is_mx"):
-        raise UnsupportedError(
-            f"'{VLLM}.is_mx' is true, which asks for MXFP8 (groups of 32 with E8M0 scales), and "
-            "fp8rl's engines multiply blocks of 128 alone; set it to false (with pow2 scales the "
-            f"rollouts of fp8rl suit Blackwell, by allow_untested_gpu), or remove '{VLLM}.{BLOCK}'."
-        )
-    if generation.get("quant_cfg") is not None:  # upstream asks the same
-        raise UnsupportedError(
-            "'policy.generation.quant_cfg' is another number format than fp8rl's; remove it or "
-            f"'{VLLM}.{BLOCK}'."
-        )
-    if vllm.get("precision") not in (None, "auto", "bfloat16", "bf16", "fp8"):
-        raise UnsupportedError(
-            f"'{VLLM}.precision' is {vllm['precision']!r}; with '{VLLM}.{BLOCK}' it can only be "
-            "'fp8' or 'bfloat16'."
-        )
-    if vllm.get("refit_prequantize"):  # newer than 7ea279a
-        raise UnsupportedError(
-            f"'{VLLM}.refit_prequantize' is true, by which the trainer sends MXFP8 weights, and "
-            f"fp8rl's engines take BF16; set it to false, or remove '{VLLM}.{BLOCK}'."
-        )
+    refuse(_OF_ROLLOUTS, sections)
     arguments = generation.get("vllm_kwargs") or {}
     quantization = arguments.get("quantization")
     if quantization not in (None, QUANTIZATION):
@@ -254,7 +279,8 @@ def _rotation(merged: _Merge, megatron: Mapping[str, Any]) -> None:
         merged.add("rope_dtype", "float32", f"{MEGATRON}.apply_rope_fusion")
 
 
-def _training(merged: _Merge, megatron: Mapping[str, Any]) -> None:
+def _training(merged: _Merge, sections: Sections) -> None:
+    megatron = sections.megatron
     fp8 = megatron.get("fp8_cfg") or {}
     overrides = megatron.get("model_overrides") or {}
     if fp8.get("enabled"):
@@ -265,12 +291,7 @@ def _training(merged: _Merge, megatron: Mapping[str, Any]) -> None:
                     f"can only be {wanted!r}."
                 )
         merged.add("training", True, f"{MEGATRON}.fp8_cfg.enabled")
-    for key in ("fp8", "fp8_recipe", "fp8_quantizer_factory"):
-        if overrides.get(key) is not None:
-            raise UnsupportedError(
-                f"'{MEGATRON}.model_overrides.{key}' switches Transformer Engine's FP8 on beside "
-                f"'{MEGATRON}.{BLOCK}'; remove one of them."
-            )
+    refuse(_OF_TRAINING, sections)
     # Upstream reads the first, its YAMLs have the second too.
     for path, keys in ((f"{MEGATRON}.model_overrides", overrides), (MEGATRON, megatron)):
         if keys.get("first_last_layers_bf16"):
@@ -304,148 +325,10 @@ def _loss(merged: _Merge, loss: Mapping[str, Any]) -> None:
         merged.data.setdefault("importance_sampling", {}).setdefault("level", "sequence")
 
 
-def prepare(config: Any, driver: drivers.Driver, require: Callable[[str], None]) -> Recipe | None:
-    """Check a ``MasterConfig`` and turn its keys into what the workers read; in place.
-
-    Upstream's own FP8 paths are switched off (``precision: bfloat16``, ``fp8_cfg.enabled: false``),
-    the engine gets ``vllm_kwargs.quantization: fp8rl``, which an installation without the plugin
-    refuses, and every block becomes the merged recipe.
-
-    Args:
-        config: a ``MasterConfig``, whose ``policy`` is a dict and whose ``loss_fn``, if it has one,
-            is a model.
-        driver: see :func:`read`.
-        require: called with a key's path when there is a block; raises where a patch does not fit.
-
-    Returns:
-        The merged recipe; None without a block.
-
-    Raises:
-        RecipeError: also for a pin that matches nothing of the model.
-        UnsupportedError: also for a model that cannot run in FP8.
-        RecipeError, UnsupportedError: see :func:`read`; nothing has been changed then.
-    """
-    plain = config.model_dump()
-    keys = read(plain, driver)
-    if keys is None:
-        return None
-    require(keys.places[0])
-    model = model_config(config.policy)
-    notes = (*keys.notes, *check_pins(keys.recipe, keys.places[0], config.policy, model))
-    recipe, block = keys.recipe, keys.recipe.to_dict()
-    if f"{VLLM}.{BLOCK}" in keys.places:
-        generation = config.policy["generation"]
-        vllm = generation["vllm_cfg"]
-        vllm[BLOCK] = block
-        vllm["precision"] = "bfloat16"
-        vllm["kv_cache_dtype"] = "auto"  # until announce_kv_cache
-        if recipe.exact:
-            # At temperature 1 "processed" logits are the same numbers, but in float32 up to vLLM
-            # 0.25, which the sampler's kernel adds up in another order.
-            vllm["logprobs_mode"] = "raw_logprobs"
-        if recipe.rollout:
-            arguments = generation.get("vllm_kwargs") or {}
-            generation["vllm_kwargs"] = {
-                **arguments,
-                "quantization": QUANTIZATION,
-                "kv_cache_dtype": recipe.kv_cache.dtype,
-                "additional_config": {
-                    **(arguments.get("additional_config") or {}),
-                    BLOCK: block,
-                },
-            }
-    if f"{MEGATRON}.{BLOCK}" in keys.places:
-        megatron = config.policy["megatron_cfg"]
-        megatron[BLOCK] = block
-        if megatron.get("fp8_cfg"):
-            megatron["fp8_cfg"] = {**megatron["fp8_cfg"], "enabled": False}
-    if f"{LOSS}.{BLOCK}" in keys.places:
-        setattr(config.loss_fn, BLOCK, block)
-        setattr(config.loss_fn, drivers.DRIVER, driver.name)
-        setattr(config.loss_fn, drivers.MAX_AGE, _max_age(plain, driver.name))
-        if driver.name == "single_controller" and _drops_sequences(keys):
-            _take_masks_back(config.grpo)
-    if plain.get(BLOCK) is not None:
-        setattr(config, BLOCK, block)  # the copies stay equal
-    logger.info("fp8rl: recipe of this run: %s", block)
-    for note in notes:
-        logger.warning("fp8rl: %s", note)
-    return recipe
-
-
-def queues_batches(config: Any, driver: drivers.Driver) -> bool:
-    """Whether a loop may train batches that were sampled before the latest refit.
-
-    Args:
-        config: a ``MasterConfig``.
-        driver: whose config it is.
-    """
-    asynchronous = driver.name == "single_controller"
-    return asynchronous or _max_age(config.model_dump(), driver.name) > 0
-
-
-def announce_kv_cache(policy: Mapping[str, Any]) -> None:
-    """Let the driver and the policy workers send KV scales, where the recipe has an FP8 cache.
-
-    Not where the trainer has none to send: the driver must not ask it to.
-    """
-    vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
-    block = vllm.get(BLOCK)
-    if block is None:
-        return
-    recipe = Recipe.from_dict(block, where=f"{VLLM}.{BLOCK}")
-    if has_fp8_kv(recipe) and trainer_sends_kv_scales(policy):
-        vllm["kv_cache_dtype"] = "fp8"
-
-
-def trainer_knows_kv_cache(vllm: Mapping[str, Any]) -> bool:
-    """Whether the trainer sends KV scales to engines of this section, or rounds K and V as they do.
-
-    Args:
-        vllm: section ``policy.generation.vllm_cfg`` after :func:`prepare`.
-    """
-    return vllm["kv_cache_dtype"] != "auto" or vllm[BLOCK]["kv_cache"]["in_training"]
-
-
-def withdraw_kv_cache(policy: Mapping[str, Any]) -> None:
-    """Take :func:`announce_kv_cache` back: engines in BF16 take no KV scales.
-
-    The block stays as it is, so that a run begun from the config that checkpoints keep is the same.
-    """
-    policy["generation"]["vllm_cfg"]["kv_cache_dtype"] = "auto"
-
-
-def rollouts_in_bf16(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of vLLM's engine like ``arguments``, with linears, experts and KV cache in BF16.
-
-    The plugin stays, for its refits: they refuse incomplete or NaN weights in BF16 as well.
-    """
-    more = dict(arguments["additional_config"])
-    block = more[BLOCK]
-    more[BLOCK] = {**block, "rollout": False, "kv_cache": {**block["kv_cache"], "dtype": "auto"}}
-    return {**arguments, "kv_cache_dtype": "auto", "additional_config": more}
-
-
-def _drops_sequences(keys: Keys) -> bool:
-    settings = keys.recipe.importance_sampling
-    return bool(settings.rejection or settings.token_veto or keys.guard)
-
-
-def _take_masks_back(grpo: Any) -> None:
-    """The single controller does so, after the batch hook, only where upstream's threshold is set.
-
-    The batch hook takes an infinite one for none.
-    """
-    if grpo.seq_logprob_error_threshold is None:
-        grpo.seq_logprob_error_threshold = math.inf
-
-
-def _max_age(config: Mapping[str, Any], driver: str) -> int:
-    """Steps by which a loop may lag behind its engines."""
-    if driver == "single_controller":
-        sampler = (config.get("async_rl") or {}).get("sampler") or {}
-        return max(
-            int(sampler.get(f"max_{what}_versions") or 0) for what in ("staleness", "lookahead")
-        )
-    loop = (config.get(driver) or {}).get(f"async_{driver}") or {}
-    return int(loop.get("max_trajectory_age_steps") or 0) if loop.get("enabled") else 0
+def _queues_batches(sections: Sections) -> bool:
+    """Whether a loop may train batches that were sampled before the latest refit."""
+    name = sections.driver.name
+    if name == "single_controller":
+        return True
+    loop = sections.at(f"{name}.async_{name}")
+    return bool(loop.get("enabled") and loop.get("max_trajectory_age_steps"))

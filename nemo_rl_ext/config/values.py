@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fp8rl.errors import RecipeError
 from nemo_rl_ext.config.drivers import LOSS, MEGATRON, VLLM
 from nemo_rl_ext.config.keys import Sections
+from nemo_rl_ext.config.rules import Rule, broken
 
 SWITCHES = (
     *(
@@ -21,7 +23,6 @@ SWITCHES = (
         for key in (
             "is_mx",
             "async_engine",
-            "expose_http_server",
             "pow2_weight_scaling_factors",
             "pow2_activation_scaling_factors",
             "refit_prequantize",
@@ -49,7 +50,6 @@ SWITCHES = (
     "grpo.val_at_start",
     "grpo.async_grpo.enabled",
     "ppo.async_ppo.enabled",
-    "async_rl.generation_fleet_health.enabled",
     "data_plane.enabled",
 )
 """Keys that are true or false."""
@@ -75,8 +75,6 @@ _NUMBERS_OF_LAYERS = tuple(
 _AGES = (
     "grpo.async_grpo.max_trajectory_age_steps",
     "ppo.async_ppo.max_trajectory_age_steps",
-    "async_rl.sampler.max_staleness_versions",
-    "async_rl.sampler.max_lookahead_versions",
 )
 _NUMBERS = tuple(f"{LOSS}.truncated_importance_sampling_ratio{end}" for end in ("", "_min"))
 _TEXTS = ("policy.model_name", f"{LOSS}.truncated_importance_sampling_type")
@@ -92,7 +90,11 @@ def _is_list_of_words(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
 
 
-_KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+def _fits_or_absent(fits: Callable[[Any], bool], value: Any) -> bool:
+    return value is None or fits(value)
+
+
+_KINDS_OF: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (SWITCHES, lambda value: type(value) in (bool, int) and value in (0, 1), "true or false"),
     (_SIZES, lambda value: type(value) is int and value >= 1, "a whole number of at least 1"),
     (_NUMBERS_OF_LAYERS, lambda value: type(value) is int and value >= 0, "a number of layers"),
@@ -100,6 +102,11 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_NUMBERS, _is_number, "a number"),
     (_TEXTS, lambda value: isinstance(value, str), "a text"),
     ((f"{VLLM}.quantization_ignored_layer_kws",), _is_list_of_words, "a list of words"),
+)
+_KINDS: tuple[Rule, ...] = tuple(
+    (path, partial(_fits_or_absent, fits), wanted)
+    for paths, fits, wanted in _KINDS_OF
+    for path in paths
 )
 
 
@@ -111,16 +118,11 @@ def refuse_wrong_kinds(sections: Sections) -> None:
     """
     for path in _MAPPINGS:
         sections.at(path)
-    for paths, fits, wanted in _KINDS:
-        for path in paths:
-            parent, _, key = path.rpartition(".")
-            value = sections.at(parent).get(key)
-            if value is None or fits(value):
-                continue
-            remedy = "correct or remove it"
-            if isinstance(value, str) and "list" in wanted:
-                remedy = f"write [{value}]"
-            elif isinstance(value, str):
-                remedy = "write it without quotes, an environment variable as "
-                remedy += "${oc.decode:${oc.env:NAME}}"
-            raise RecipeError(f"'{path}' must be {wanted}, not {value!r}; {remedy}.")
+    for path, value, _, wanted in broken(_KINDS, sections):
+        remedy = "correct or remove it"
+        if isinstance(value, str) and "list" in wanted:
+            remedy = f"write [{value}]"
+        elif isinstance(value, str):
+            remedy = "write it without quotes, an environment variable as "
+            remedy += "${oc.decode:${oc.env:NAME}}"
+        raise RecipeError(f"'{path}' must be {wanted}, not {value!r}; {remedy}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Mapping
@@ -28,9 +27,10 @@ from nemo_rl_ext.config.drivers import (
     driver_of,
     find,
 )
-from nemo_rl_ext.config.keys import Keys, Sections, block_path, has_fp8_kv, kv_dtype, section_at
+from nemo_rl_ext.config.keys import Sections, block_path, kv_dtype, section_at
 from nemo_rl_ext.config.merge import read
-from nemo_rl_ext.config.model_pins import check_pins, model_config, with_overrides
+from nemo_rl_ext.config.model_pins import model_config, with_overrides
+from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.config.values import SWITCHES
 from nemo_rl_ext.doctor import memory
 from nemo_rl_ext.doctor.config_file import load_config
@@ -57,7 +57,6 @@ _MAPPINGS = (
     LOSS,
     "grpo.async_grpo",
     "ppo.async_ppo",
-    "async_rl.generation_fleet_health",
     "data_plane",
     "cluster",
 )
@@ -133,12 +132,12 @@ def examine(request: ConfigRequest) -> Diagnosis:
     config = load_config(request.file)
     driver = _driver_for(config, request.file)
     _check_sections(config)
-    _read_numbers(Sections(config, driver))
-    given = [path for path, _, _, value in find(config) if value is not None]
-    block = _block_for(config, driver, given, request)
-    if block is not None:
-        config = _with_block(config, driver, block)
     sections = Sections(config, driver)
+    _read_numbers(sections)
+    given = [path for path, _, _, value in find(config) if value is not None]
+    block = _block_for(sections, given, request)
+    if block is not None:
+        _add_block(sections, block)
     model, origin = _model(request, sections.policy)
     patches = compare_patches(package)
     problems = _misfits(patches, version(package)) if given or block is not None else []
@@ -150,24 +149,21 @@ def examine(request: ConfigRequest) -> Diagnosis:
     notes: list[str] = []
     found: list[Section] = []
     try:
-        keys = read(config, driver)
-        if keys is not None:
-            notes += keys.notes
-        if keys is not None and model:
-            notes += check_pins(keys.recipe, keys.places[0], sections.policy, model)
-        elif keys is not None:
-            notes.append(
-                "whether the model is served and the pins fit it was not looked at, because its "
-                "config.json is not here; the driver looks."
-            )
+        plan = read(config, driver, (lambda policy: model) if model else None)
     except Fp8RLError as error:
         problems.append(str(error))
     else:
-        if keys is not None:
-            facts |= _decisions(keys, sections)
+        if plan is not None:
+            notes += plan.notes
+            if not model:
+                notes.append(
+                    "whether the model is served and the pins fit it was not looked at, because "
+                    "its config.json is not here; the driver looks."
+                )
+            facts |= _decisions(plan, sections)
             problems += _layout_problems(sections)
-            found += _upstream_keys(keys, sections)
-            found += _modules(keys.recipe, sections, model, request.gpu_memory, problems)
+            found += _upstream_keys(plan, sections)
+            found += _modules(plan.recipe, sections, model, request.gpu_memory, problems)
     found.append(_patch_section(patches))
     if notes:
         found.append(Section("notes", ("",), tuple((note,) for note in notes)))
@@ -189,13 +185,13 @@ def rollout_recipe(file: Path) -> Recipe:
     config = load_config(file)
     driver = _driver_for(config, file)
     _check_sections(config)
-    keys = read(config, driver)
-    if keys is None or block_path(VLLM) not in keys.places:
+    plan = read(config, driver)
+    if plan is None or VLLM not in plan.sections:
         raise RecipeError(
             f"'{file}' has no '{block_path(VLLM)}', the recipe of its rollouts; add it, or give a "
             "recipe with --recipe."
         )
-    return keys.recipe
+    return plan.recipe
 
 
 def _driver_for(config: Mapping[str, Any], file: Path) -> Driver:
@@ -250,7 +246,7 @@ def _read_numbers(sections: Sections) -> None:
 
 
 def _block_for(
-    config: Mapping[str, Any], driver: Driver, given: list[str], request: ConfigRequest
+    sections: Sections, given: list[str], request: ConfigRequest
 ) -> dict[str, Any] | None:
     """Return the block to look at where the config has none: --recipe, or what upstream's keys say.
 
@@ -260,6 +256,7 @@ def _block_for(
     Raises:
         OptionError: --recipe would not be read.
     """
+    driver = sections.driver
     if request.recipe is not None:
         if given:
             raise OptionError(
@@ -272,7 +269,6 @@ def _block_for(
                 f"({driver.unsupported_reason}); leave it out."
             )
         return request.recipe.model_dump(mode="json", exclude_unset=True)
-    sections = Sections(config, driver)
     block = {
         "rollout": sections.vllm.get("precision") == "fp8",
         "training": bool(
@@ -285,18 +281,12 @@ def _block_for(
     return {**block, "kv_cache": {"dtype": "fp8_e4m3" if fp8_kv else "auto"}}
 
 
-def _with_block(
-    config: Mapping[str, Any], driver: Driver, block: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Copy a config, with the block in each of its sections that the driver reads."""
-    changed = copy.deepcopy(dict(config))
-    for path in driver.serves:
-        section: Any = changed
-        for part in path.split("."):
-            section = section.get(part) or {}
+def _add_block(sections: Sections, block: Mapping[str, Any]) -> None:
+    """Write the block into each section that the config has and the driver reads."""
+    for path in sections.driver.serves:
+        section: Any = sections.at(path)
         if section:
             section[BLOCK] = dict(block)
-    return changed
 
 
 def _model(request: ConfigRequest, policy: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -328,9 +318,9 @@ def _keys_told(given: list[str], block: Mapping[str, Any] | None, sections: Sect
     )
 
 
-def _decisions(keys: Keys, sections: Sections) -> dict[str, str]:
+def _decisions(plan: RunPlan, sections: Sections) -> dict[str, str]:
     """Say in a line each what runs in FP8 and how the loss is corrected."""
-    recipe, guard = keys.recipe, keys.guard
+    recipe, guard = plan.recipe, plan.guard
     gpus = memory.gpus_of(sections)
     facts = {}
     if sections.generation:
@@ -338,20 +328,20 @@ def _decisions(keys: Keys, sections: Sections) -> dict[str, str]:
         cache = memory.CACHES[kv_dtype(recipe)]
         backend = sections.generation.get("backend", "vllm")
         facts["rollout"] = f"{linears}, {cache} KV cache; {backend} on {_count(gpus.rollout)}"
-    if has_fp8_kv(recipe) and sections.sends_kv_scales:
+    if plan.kv_scales == "trainer":
         facts["KV scales"] = (
             "from the trainer's own forwards, with every refit; recalibrate: "
             f"{recipe.kv_cache.recalibrate}"
         )
     linears = "FP8 linear layers" if recipe.training else "BF16"
-    trainer = "Megatron" if sections.megatron.get("enabled") else "DTensor"
+    trainer = "Megatron" if plan.megatron else "DTensor"
     same = "the same " if gpus.shared and sections.generation else ""
     turns = ", in turn" if same else ""
     facts["training"] = f"{linears}; {trainer} on {same}{_count(gpus.training)}{turns}"
-    if recipe.kv_cache.in_training:
-        held = memory.CACHES[kv_dtype(recipe)]
+    if plan.rounded_as != "auto":
+        held = memory.CACHES[plan.rounded_as]
         facts["training"] += f"; attends over K and V as the {held} cache holds them"
-    if LOSS in sections.blocks:
+    if LOSS in plan.sections:
         given = recipe.importance_sampling
         low = "" if given.low is None else f", low {given.low:g}"
         bounds = "" if given.mode == "off" else f"{low}, high {given.high:g}"
@@ -392,12 +382,12 @@ def _count(gpus: int) -> str:
     return f"{gpus} GPU{'' if gpus == 1 else 's'}"
 
 
-def _upstream_keys(keys: Keys, sections: Sections) -> list[Section]:
+def _upstream_keys(plan: RunPlan, sections: Sections) -> list[Section]:
     """Table of the keys that the recipe has taken over; no table where there are none."""
     rows = []
-    for path, ours in dict.fromkeys(keys.taken):
+    for path, ours in dict.fromkeys(plan.taken):
         parent, _, key = path.rpartition(".")
-        value: Any = keys.recipe.to_dict()
+        value: Any = plan.recipe.to_dict()
         for part in ours.split("."):
             value = value[part]
         became = f"{ours} takes its place" if isinstance(value, dict) else f"{ours}: {_yaml(value)}"

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import ImportanceSampling, Rejection
 from nemo_rl_ext.driver.exactness import count_equal
-from nemo_rl_ext.driver.mismatch_guard import LEVELS, Level, MismatchGuard
+from nemo_rl_ext.driver.mismatch_guard import LEVELS, MismatchGuard
 from nemo_rl_ext.grpo.importance_sampling import correct, resolve_corrector
 from nemo_rl_ext.grpo.log_ratio import token_log_ratio
 from nemo_rl_ext.grpo.rejection import RejectionResult, reject
@@ -84,8 +84,8 @@ class BatchCorrection:
             UnsupportedError: the guard ends the run.
         """
         token_mask, sample_mask = train_data["token_mask"], train_data["sample_mask"]
-        if not self.in_pieces:  # FP8 engines that are given up stay until the next refit
-            self.skips = self.guard is not None and self.guard.level == "bf16"
+        if not self.in_pieces:
+            self.skips = False
         counts = (token_mask[:, 1:] * sample_mask.unsqueeze(-1)) != 0
         if not counts.any():
             train_data[WEIGHTS] = torch.zeros_like(token_mask, dtype=torch.float32)
@@ -162,13 +162,6 @@ class BatchCorrection:
         metrics = {"step_skipped": float(self.skips)}
         return metrics if self.outgrown is None else metrics | {"kv_scales_outgrown": self.outgrown}
 
-    @staticmethod
-    def _guard_metrics(guard: MismatchGuard, level: Level) -> dict[str, float]:
-        return {
-            "guard_level": float(LEVELS.index(level)),
-            "guard_bf16_rollouts": float(guard.bf16),
-        }
-
     def _is_tight(self, guard: MismatchGuard, error: float) -> bool:
         """Whether the guard's bounds hold for a batch, or for a piece of one whose step may stay
         although the piece alone asks for more."""
@@ -197,8 +190,8 @@ class BatchCorrection:
         level = self.guard.observe(error, emptied=emptied)
         if level == "stop":
             raise UnsupportedError(self._stop_reason(self.guard))
-        self.skips = self.skips or level in ("skip", "bf16")
-        return self._guard_metrics(self.guard, level)
+        self.skips = self.skips or level == "skip"
+        return {"guard_level": float(LEVELS.index(level))}
 
     @staticmethod
     def _stop_reason(guard: MismatchGuard) -> str:
@@ -223,8 +216,8 @@ class BatchCorrection:
             )
         return (
             f"The guard gives FP8 rollouts up: {what}; resume the last checkpoint with "
-            "rollout=false in the fp8rl block and policy.generation.vllm_cfg.precision=bfloat16, "
-            f"or with loss_fn.fp8rl_guard.fallback=bf16.{widen}"
+            "rollout=false in the fp8rl block and policy.generation.vllm_cfg.precision=bfloat16."
+            f"{widen}"
         )
 
     def _reject_tightly(

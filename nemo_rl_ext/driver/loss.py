@@ -6,20 +6,22 @@ set.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from nemo_rl.algorithms.loss.interfaces import MetricNormalizer
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
 
-from fp8rl import Recipe
 from fp8rl.errors import BatchError, UnsupportedError
-from nemo_rl_ext.config.drivers import BLOCK, DRIVER, GUARD, LOSS, MAX_AGE
-from nemo_rl_ext.config.guard import GuardConfig
+from nemo_rl_ext.config.drivers import BLOCK, LOSS
+from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.driver.batch_correction import WEIGHTS, BatchCorrection
 from nemo_rl_ext.driver.mismatch_guard import MismatchGuard
 from nemo_rl_ext.grpo.importance_sampling import correct, resolve_corrector
-from nemo_rl_ext.patch_finder import install
+
+if TYPE_CHECKING:
+    from nemo_rl_ext.driver.run_state import RunState
 
 
 class CorrectedPGLossFn(ClippedPGLossFn):
@@ -37,6 +39,9 @@ class CorrectedPGLossFn(ClippedPGLossFn):
     this package fails with a ModuleNotFoundError that names it.
     """
 
+    run_of_process: Callable[[], RunState]
+    """Set by :mod:`nemo_rl_ext.patches.loss`; it travels with the loss."""
+
     def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(cfg, *args, **kwargs)
         if getattr(self, "opd_full", None) is not None:  # newer than 7ea279a
@@ -44,11 +49,9 @@ class CorrectedPGLossFn(ClippedPGLossFn):
                 f"'{LOSS}.{BLOCK}' corrects a policy gradient, and on_policy_distillation_full has "
                 f"none; remove '{LOSS}.{BLOCK}' or on_policy_distillation_full."
             )
-        self.recipe = Recipe.from_dict(getattr(cfg, BLOCK), where=f"{LOSS}.{BLOCK}")
-        guard = getattr(cfg, GUARD, None)
-        self.guard = None if guard is None else GuardConfig.from_dict(guard, where=GUARD)
-        self.driver = getattr(cfg, DRIVER, "grpo")
-        self.max_age = getattr(cfg, MAX_AGE, 0)
+        plan = RunPlan.of(cfg)
+        assert plan is not None  # by which upstream's class became this one
+        self.plan = plan
         self.use_importance_sampling_correction = False
         self.truncated_importance_sampling_type = None
         self.truncated_importance_sampling_ratio = None
@@ -68,18 +71,15 @@ class CorrectedPGLossFn(ClippedPGLossFn):
 
         Both the driver and the single controller's actor hold the loss and correct batches.
         """
-        settings = self.recipe.importance_sampling
+        plan, run = self.plan, self.run_of_process()
+        run.plan = run.plan or plan
+        settings = plan.recipe.importance_sampling
         self._corrector = resolve_corrector(settings.corrector)
-        run = install().run
         if run.correction is None or run.correction.settings != settings:
             guard = None
-            if self.guard is not None:
-                guard = MismatchGuard(
-                    self.guard, bf16=not self.recipe.rollout, max_age=self.max_age
-                )
-            run.correction = BatchCorrection(
-                settings, guard, in_pieces=self.driver == "single_controller"
-            )
+            if plan.guard is not None:
+                guard = MismatchGuard(plan.guard, bf16=not plan.recipe.rollout)
+            run.correction = BatchCorrection(settings, guard, in_pieces=plan.in_pieces)
 
     def __call__(
         self,
@@ -114,7 +114,7 @@ class CorrectedPGLossFn(ClippedPGLossFn):
     def _weights(
         self, next_token_logprobs: torch.Tensor, data: Any, mask: torch.Tensor
     ) -> torch.Tensor:
-        settings = self.recipe.importance_sampling
+        settings = self.plan.recipe.importance_sampling
         if WEIGHTS in data:
             return data[WEIGHTS][:, 1:]
         if settings.self_normalize:

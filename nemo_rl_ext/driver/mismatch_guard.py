@@ -1,7 +1,7 @@
-"""`MismatchGuard`: tighten the rejection, skip a step, then go back to BF16 rollouts.
+"""`MismatchGuard`: tighten the rejection, skip a step, then end the run.
 
 Where FP8 rollouts drift away from the trainer, the variance of the correction grows first and the
-reward falls later. verl, slime and NeMo RL do not fall back by themselves.
+reward falls later. verl, slime and NeMo RL train on.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
 
-Level = Literal["normal", "tight", "skip", "bf16", "stop"]
-LEVELS: tuple[Level, ...] = ("normal", "tight", "skip", "bf16")
+Level = Literal["normal", "tight", "skip", "stop"]
+LEVELS: tuple[Level, ...] = ("normal", "tight", "skip")
 """By their number in the metric ``guard_level``; a run that stops logs nothing."""
 
 
@@ -26,24 +26,18 @@ class MismatchGuard:
     """The guard's state over the steps of a run.
 
     It rises at once and falls only after ``release_after`` good steps in a row, so that it does not
-    oscillate around a bound. ``bf16`` is its level from the step in which it gives up FP8 rollouts
-    until BF16 engines have replaced the FP8 ones (:meth:`fell_back`); where rollouts are in BF16
-    already, the level is ``stop`` instead.
+    oscillate around a bound.
     """
 
     config: GuardConfig
     bf16: bool = False
-    """Whether rollouts are in BF16."""
-    max_age: int = 0
-    """Steps by which the sequences of a batch may be older than the last refit."""
+    """Whether rollouts are in BF16; then they are not what sets the engines apart."""
     level: Level = "normal"
     good: int = 0
     skipped: int = 0
     """Steps in a row that were left out, for either reason."""
     emptied: int = 0
     """Those of ``skipped`` of which rejection left nothing."""
-    old: int = 0
-    """Coming steps whose sequences may still come from the replaced engines."""
 
     def asks(self, error: float) -> Level:
         """Return ``normal``, ``tight`` or ``skip``, without a change of state.
@@ -83,31 +77,16 @@ class MismatchGuard:
             )
         return self.level
 
-    def fell_back(self) -> None:
-        """Note that BF16 engines have replaced the FP8 ones; their record begins anew."""
-        self.bf16 = True
-        self.level = "tight"
-        self.skipped = self.emptied = 0
-        self.old = self.max_age
-
     def _next(self, error: float, emptied: bool) -> Level:
-        if self.level == "bf16":
-            return "bf16"
-        old, self.old = self.old > 0, max(self.old - 1, 0)
         asked = "skip" if emptied else self.asks(error)
         self.good = 0 if emptied else self._good_with(error)
         if asked != "skip":
             self.skipped = self.emptied = 0
             return asked
-        if old:
-            return "skip"
         self.skipped += 1
         self.emptied += emptied
-        return "skip" if self.skipped <= self.config.fallback_after else self._give_up()
+        return "skip" if self.skipped <= self.config.fallback_after else "stop"
 
     def _good_with(self, error: float) -> int:
         """Good steps in a row, counting one with this error."""
         return self.good + 1 if error < self.config.release_below else 0
-
-    def _give_up(self) -> Level:
-        return "stop" if self.bf16 or self.config.fallback == "stop" else "bf16"

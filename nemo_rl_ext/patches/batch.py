@@ -37,13 +37,15 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
         given = inspect.signature(masking).bind(*args, **kwargs)
         if (
             given.arguments.get(_THRESHOLD) == math.inf
-        ):  # by config/merge.py: it would drop NaN first
+        ):  # by config/upstream.py: it would drop NaN first
             given.arguments[_THRESHOLD] = None
         data, run, equal = given.arguments["train_data"], finder.run, {}
-        if run.exact_model is not None:  # before upstream masks sequences that differ
+        plan = run.plan
+        if plan is not None and plan.recipe.exact and not plan.in_pieces:
+            # Before upstream masks sequences that differ.
             from nemo_rl_ext.driver.exactness import equal_logprobs
 
-            equal = equal_logprobs(data, run.exact_model, on_policy=not run.queues_batches)
+            equal = equal_logprobs(data, plan.model, on_policy=not plan.queues_batches)
             if run.correction is not None and run.correction.in_pieces:
                 run.correction.count_equal(data)
         metrics = masking(*given.args, **given.kwargs)

@@ -3,19 +3,20 @@
 Why: NeMo RL's config accepts and ignores unknown keys; its own FP8 keys select its own FP8 code.
 How: wraps the constructor of each driver's class, so that it does not matter who has imported the
 class already; :mod:`nemo_rl_ext.config.drivers` says what a driver serves, and
-:mod:`nemo_rl_ext.config.merge`, imported only where there is a key, has the rules.
+:mod:`nemo_rl_ext.config.upstream`, imported only where there is a key, makes the plan.
 Upstream: the modules of :data:`nemo_rl_ext.config.drivers.DRIVERS`.
 Until: NeMo RL validates and hands out plugins' sections.
 """
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
 from nemo_rl_ext.config.drivers import DRIVERS, check_places
 from nemo_rl_ext.patch_finder import PatchFinder
-from nemo_rl_ext.patches.upstream import Upstream, resolve
+from nemo_rl_ext.patches.upstream import Upstream, require_patches, resolve
 
 UPSTREAM = tuple(Upstream(driver.module, "MasterConfig") for driver in DRIVERS.values())
 
@@ -27,15 +28,12 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
     construct = master_config.__init__
 
     def __init__(self: Any, /, **data: Any) -> None:
-        finder.run.unread_config = finder.run.exact_model = None
+        finder.run.unread_config = finder.run.plan = None
         asked = check_places(data, driver)  # of all that is given, whatever the class keeps
         construct(self, **data)
         if asked:
-            from nemo_rl_ext.config.merge import prepare, queues_batches
+            from nemo_rl_ext.config.upstream import prepare
 
-            recipe = prepare(self, driver, finder.require)
-            if recipe is not None and recipe.exact:
-                finder.run.exact_model = str(self.policy["model_name"])
-            finder.run.queues_batches = queues_batches(self, driver)
+            finder.run.plan = prepare(self, driver, functools.partial(require_patches, finder))
 
     master_config.__init__ = __init__

@@ -2,7 +2,7 @@
 
 Why: the driver asks the key whether to send KV scales, and its guards tie the key to
 ``precision: fp8``, which is upstream's own FP8 path. Our guards have run by then
-(:mod:`nemo_rl_ext.config.merge`).
+(:mod:`nemo_rl_ext.config.checks`).
 How: wraps ``configure_vllm_for_router_replay``, which ``grpo.setup`` and the single controller call
 between their guards and the making of workers.
 Upstream: ``nemo_rl/models/megatron/router_replay.py``.
@@ -28,10 +28,10 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
 
     @functools.wraps(configure)
     def announcing(*args: Any, **kwargs: Any) -> Any:
-        from nemo_rl_ext.config.merge import announce_kv_cache
+        from nemo_rl_ext.config.upstream import announce_kv_scales
 
         result = configure(*args, **kwargs)
-        announce_kv_cache(kwargs["config"] if "config" in kwargs else args[0])
+        announce_kv_scales(kwargs["config"] if "config" in kwargs else args[0])
         return result
 
     setattr(module, UPSTREAM[0].name, announcing)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from fp8rl.errors import ModelError
-from nemo_rl_ext.config.drivers import BLOCK
+from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches.upstream import Upstream, resolve
@@ -55,12 +55,13 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
     def with_scales(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(broadcast).bind(*args, **kwargs)
         policy = given.arguments["self"]
-        if needs_kv_scales(policy.cfg):
+        plan = RunPlan.of(policy.cfg)
+        if plan is not None and plan.kv_scales == "trainer" and asynchronous(policy.cfg):
             if given.arguments.get("kv_scales") is None:
                 batch = random_batch(policy.cfg, policy.data_parallel_size)
                 found = policy.calibrate_qkv_fp8_scales(batch, micro_batch_size=1, include_q=True)
                 given.arguments["kv_scales"] = found["layers"]
-            if finder.run.queues_batches:
+            if plan.queues_batches:
                 _warn_of_growth(finder.run.kv_scales or {}, given.arguments["kv_scales"])
             finder.run.kv_scales = dict(given.arguments["kv_scales"])
         return broadcast(*given.args, **given.kwargs)
@@ -90,11 +91,9 @@ def _warn_of_growth(before: Mapping[str, float], now: Mapping[str, float]) -> No
         )
 
 
-def needs_kv_scales(policy: Mapping[str, Any]) -> bool:
-    """Whether the engines of a policy need KV scales of its trainer with every refit."""
-    vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
-    fp8 = BLOCK in vllm and str(vllm.get("kv_cache_dtype", "auto")).startswith("fp8")
-    return fp8 and bool(vllm.get("async_engine"))
+def asynchronous(policy: Mapping[str, Any]) -> bool:
+    """Whether the engines of a policy are asynchronous."""
+    return bool(policy["generation"]["vllm_cfg"].get("async_engine"))
 
 
 def random_batch(policy: Mapping[str, Any], ranks: int) -> Any:

@@ -12,7 +12,9 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from nemo_rl_ext.patch_finder import PatchFinder
+from nemo_rl_ext.config.drivers import PLAN
+from nemo_rl_ext.driver.run_state import RunState
+from nemo_rl_ext.patch_finder import PatchFinder, install
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 _MODULE = "nemo_rl.algorithms.loss.loss_functions"
@@ -26,16 +28,26 @@ UPSTREAM = (
 )
 
 
+def run_of_process() -> RunState:
+    """What this process knows of the run; its patches are installed where they are not yet.
+
+    A loss that arrives in the single controller's actor, or in a worker, asks for it.
+    """
+    return install().run
+
+
 def apply(module: ModuleType, finder: PatchFinder) -> None:
     for upstream in UPSTREAM:
         resolve(module, upstream)
     base = module.ClippedPGLossFn
 
     def __new__(cls: type, cfg: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if cls is base and getattr(cfg, "fp8rl", None) is not None:
+        if cls is base and getattr(cfg, PLAN, None) is not None:
             from nemo_rl_ext.driver.loss import CorrectedPGLossFn
 
-            cls = CorrectedPGLossFn
+            made = object.__new__(CorrectedPGLossFn)
+            made.run_of_process = run_of_process
+            return made
         return object.__new__(cls)
 
     base.__new__ = __new__

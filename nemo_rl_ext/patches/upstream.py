@@ -17,10 +17,15 @@ from types import ModuleType
 from typing import Any
 
 from fp8rl.errors import UnsupportedError
+from nemo_rl_ext.patch_finder import PatchFinder, module_of
 
 KNOWN = "7ea279a (22 August 2026)"
 """Commit of NeMo RL's main branch that every :class:`Upstream` was compared with last;
 docs/upgrading_nemo_rl.md has the record."""
+
+
+READ_BEFOREHAND = "worker_classes"
+"""Patch that relies on modules which a driver imports late or never; their source is read."""
 
 
 def served(release: str | None = None) -> str:
@@ -69,6 +74,34 @@ def resolve(module: ModuleType, upstream: Upstream) -> Any:
     elif upstream.parameters is not None:
         _compare(upstream, inspect.signature(found))
     return found
+
+
+def require_patches(finder: PatchFinder, key: str) -> None:
+    """Raise unless all patches fit this NeMo RL, and so do the workers' base classes.
+
+    Args:
+        finder: that applies the patches.
+        key: full path of the config key that needs them.
+
+    Raises:
+        UnsupportedError: a patch cannot be applied, with the reason.
+    """
+    finder.take_up()
+    package = sys.modules.get("nemo_rl")
+    if package is not None:
+        for upstream in module_of(READ_BEFOREHAND).UPSTREAM:
+            try:
+                if (upstream.module, READ_BEFOREHAND) not in finder.applied:
+                    compare_source(package.__path__[0], upstream)
+            except Exception as reason:  # raised below, like the others
+                finder.failures.setdefault((upstream.module, READ_BEFOREHAND), reason)
+    if not finder.failures:
+        return
+    (module, patch), error = next(iter(finder.failures.items()))
+    raise UnsupportedError(
+        f"'{key}' is set, but fp8rl's patch '{patch}' does not fit {module}: {error} "
+        f"{served()}, or remove the key."
+    ) from error
 
 
 def _hidden(function: Any) -> bool:

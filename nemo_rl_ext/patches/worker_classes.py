@@ -23,7 +23,7 @@ from typing import Any
 
 from fp8rl.errors import UnsupportedError
 from nemo_rl_ext.config.drivers import BLOCK, MEGATRON, QUANTIZATION, VLLM
-from nemo_rl_ext.config.keys import needs_our_trainer
+from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
@@ -134,7 +134,7 @@ UPSTREAM = (
 def apply(module: ModuleType, finder: PatchFinder) -> None:
     upstream = next(u for u in UPSTREAM if u.module == module.__name__)
     choose = resolve(module, upstream)
-    asks = _rollouts_ask if "generation" in upstream.name else needs_our_trainer
+    asks = _rollouts_ask if "generation" in upstream.name else _trainer_asks
 
     @functools.wraps(choose)
     def choosing(default_cls: str, config: Any, *args: Any, **kwargs: Any) -> str:
@@ -155,12 +155,12 @@ def _refuse_extensions(policy: Any, construct: Any) -> None:
     def __init__(*args: Any, **kwargs: Any) -> None:
         given = inspect.signature(construct).bind(*args, **kwargs).arguments
         extension = given.get("worker_extension_cls_fqn")
-        if extension is not None and needs_our_trainer(given["config"]):
-            block = given["config"]["megatron_cfg"].get(BLOCK)
+        plan = RunPlan.of(given["config"])
+        if extension is not None and plan is not None and plan.replaces_trainer:
+            section = VLLM if plan.of_trainer is None else MEGATRON
             raise UnsupportedError(
                 f"Policy(worker_extension_cls_fqn='{extension}') replaces the Megatron worker that "
-                f"'{VLLM if block is None else MEGATRON}.{BLOCK}' needs; leave the argument out, "
-                "or remove the block."
+                f"'{section}.{BLOCK}' needs; leave the argument out, or remove the block."
             )
         construct(*args, **kwargs)
 
@@ -191,6 +191,11 @@ def register(upstream: str) -> str:
         python = create_local_venv_on_each_node(python, upstream)
     ACTOR_ENVIRONMENT_REGISTRY[STANDS_FOR[upstream]] = python
     return STANDS_FOR[upstream]
+
+
+def _trainer_asks(policy: Any) -> bool:
+    plan = RunPlan.of(policy)
+    return plan is not None and plan.replaces_trainer
 
 
 def _rollouts_ask(generation: Any) -> bool:

@@ -14,13 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from fp8rl import Recipe
 from fp8rl.errors import CheckpointError
 from fp8rl.kv_scales import check_scale, next_scales, parse_scale_name, power_of_two_scales
 from fp8rl.reading import parse_json
-from fp8rl.recipe import KVDtype
-from nemo_rl_ext.config.keys import kv_dtype
-from nemo_rl_ext.config.merge import withdraw_kv_cache
+from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers.logprobs import fuse_logprobs
 from nemo_rl_ext.workers.refit import NOT_SENT
@@ -35,9 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(LOGGER)
 
 T = TypeVar("T")
-
-KEY = "policy.megatron_cfg.fp8rl"
-ROLLOUT_KEY = "policy.generation.vllm_cfg.fp8rl"
 
 KEEP_CODES_ENV = "FP8RL_KEEP_CODES"
 
@@ -58,13 +52,12 @@ class Fp8Training:
     (:func:`megatron_fp8rl.compat.without_query_norm`).
 
     Args:
-        config: section ``policy``; ``megatron_cfg.fp8rl`` has the recipe.
+        config: section ``policy``, with the run's plan.
         args: see upstream.
         kwargs: see upstream; ``weights_path`` is the folder of the checkpoint to resume from, whose
             KV scales go on.
 
     Raises:
-        RecipeError: the block is bad; the message has the full path of every key.
         CheckpointError: the checkpoint's KV scales are damaged.
     """
 
@@ -73,6 +66,7 @@ class Fp8Training:
 
     cfg: Any
     model: torch.nn.Module
+    _plan: RunPlan
     _kept_codes: KeptCodes | None = None
     """None without an FP8 linear on this rank, on a CPU, and where it is switched off."""
     _qkv_observer: QKVObserver | None = None
@@ -85,6 +79,9 @@ class Fp8Training:
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         from megatron_fp8rl.compat import without_query_norm
 
+        plan = RunPlan.of(config)
+        assert plan is not None  # by which this class was chosen
+        self._plan = plan
         self._kv_scales = _saved_scales(kwargs.get("weights_path"))
         # Upstream's constructor calls this function of its module, and has no way to pass hooks.
         setup = self.upstream_module.setup_model_and_optimizer
@@ -116,9 +113,10 @@ class Fp8Training:
         A model without optimizer is a frozen teacher with a copy of the policy's section: it stays
         in BF16.
         """
-        recipe = recipe_of(policy)
+        plan = self._plan
         if not load_optimizer:
             return setup(policy, megatron, load_optimizer, **options)
+        recipe = plan.of_trainer
         if recipe is not None and recipe.training:
             from megatron_fp8rl.bridge import pre_wrap_hook
 
@@ -128,13 +126,12 @@ class Fp8Training:
             if recipe.exact or torch.cuda.is_available():
                 fuse_logprobs(policy, exact=recipe.exact)
         state = setup(policy, megatron, load_optimizer, **options)
-        if recipe is not None and sends_kv_scales(policy):
+        if recipe is not None and plan.kv_scales == "trainer":
             self._qkv_observer = _observe(state.model)
-        dtype = kv_cache_in_training(policy)
-        if dtype != "auto":
+        if plan.rounded_as != "auto":
             from megatron_fp8rl.kv_cache import KVCacheInTraining
 
-            self._kv_cache = KVCacheInTraining(state.model, dtype)
+            self._kv_cache = KVCacheInTraining(state.model, plan.rounded_as)
         if replays_routes(policy):
             from megatron_fp8rl.router_replay import ReplayedRoutes
 
@@ -168,23 +165,20 @@ class Fp8Training:
         Returns:
             ``format``, ``percentile``, ``margin``, ``layers``: scale by name, and ``outgrown``:
             names of scales that values of the step have left (see
-            :func:`fp8rl.kv_scales.next_scales`). No layers after :meth:`withdraw_kv_cache`, since
-            the driver goes on asking. Where only the rollouts run by a recipe, upstream's own
-            scales, rounded up to powers of two.
+            :func:`fp8rl.kv_scales.next_scales`). Where only the rollouts run by a recipe,
+            upstream's own scales, rounded up to powers of two.
 
         Raises:
             ScaleError: a layer saw no token, or a NaN.
         """
-        if kv_scales_withdrawn(self.cfg):
-            return {"layers": {}}
-        recipe = recipe_of(self.cfg)
+        recipe = self._plan.of_trainer
         if recipe is None:
             cache = self._kv_cache
             with cache.switched_off() if cache is not None else nullcontext():
                 found: dict[str, Any] = super().calibrate_qkv_fp8_scales(  # type: ignore[misc]
                     data=data, micro_batch_size=micro_batch_size, include_q=include_q, **options
                 )
-            if not sends_kv_scales(self.cfg):
+            if self._plan.kv_scales != "trainer":
                 return found
             return {**found, "layers": unlike_placeholders(power_of_two_scales(found["layers"]))}
         observer = self._qkv_observer
@@ -219,16 +213,6 @@ class Fp8Training:
             "layers": {n: s for n, s in layers.items() if include_q or not n.endswith("q_scale")},
             "outgrown": list(outgrown),
         }
-
-    def withdraw_kv_cache(self) -> None:
-        """Send no KV scales, and round no K and V: the guard's engines have a BF16 cache."""
-        withdraw_kv_cache(self.cfg)
-        if self._kv_cache is not None:
-            self._kv_cache.close()
-            self._kv_cache = None
-        if self._qkv_observer is not None:
-            self._qkv_observer.close()
-            self._qkv_observer = None
 
     def stream_weights_via_ipc_zmq(
         self, buffer_size_bytes: int = 0, kv_scales: Scales | None = None, **options: Any
@@ -342,22 +326,6 @@ class Fp8Training:
         return result
 
 
-def recipe_of(policy: Mapping[str, Any]) -> Recipe | None:
-    """The recipe of a policy worker's config, or None.
-
-    Raises:
-        RecipeError: the block is bad; the message has the full path of every key.
-    """
-    block = (policy.get("megatron_cfg") or {}).get("fp8rl")
-    return None if block is None else Recipe.from_dict(block, where=KEY)
-
-
-def sends_kv_scales(policy: Mapping[str, Any]) -> bool:
-    """Whether this trainer's rollouts have an FP8 KV cache of fp8rl."""
-    vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
-    return "fp8rl" in vllm and str(vllm.get("kv_cache_dtype", "auto")).startswith("fp8")
-
-
 def replays_routes(policy: Mapping[str, Any]) -> bool:
     """Whether this policy's router replay (R3) is on."""
     return bool((policy.get("router_replay") or {}).get("enabled"))
@@ -378,27 +346,6 @@ def largest_micro_batch(policy: Mapping[str, Any], data: Any) -> int:
         for step, rows in zip(lengths, data.micro_batch_indices, strict=True)
         for length, (start, end) in zip(step, rows, strict=True)
     )
-
-
-def kv_cache_in_training(policy: Mapping[str, Any]) -> KVDtype:
-    """Return the dtype of the rollouts' KV cache over whose K and V this trainer attends.
-
-    ``auto`` where it attends over its own.
-    """
-    block = ((policy.get("generation") or {}).get("vllm_cfg") or {}).get("fp8rl")
-    if block is None:
-        return "auto"
-    recipe = Recipe.from_dict(block, where=ROLLOUT_KEY)
-    dtype = kv_dtype(recipe)
-    known = dtype == "int8_per_token_head" or sends_kv_scales(policy)
-    return dtype if known and recipe.kv_cache.in_training else "auto"
-
-
-def kv_scales_withdrawn(policy: Mapping[str, Any]) -> bool:
-    """Whether this trainer's engines take no KV scales of it: since the guard has replaced them, or
-    because their cache has none."""
-    vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
-    return "fp8rl" in vllm and not sends_kv_scales(policy)
 
 
 def unlike_placeholders(scales: Scales) -> dict[str, float]:

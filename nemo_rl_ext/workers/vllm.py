@@ -15,13 +15,11 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 from nemo_rl_ext.workers.in_flight import RefitInFlight
-from nemo_rl_ext.workers.rollout_engine import RestartableEngine
+from nemo_rl_ext.workers.rollout_engine import RolloutEngine
 from nemo_rl_ext.workers.rollout_outputs import RequestsFlatLogprobs, SampledLogprobs
 
 
-class Fp8VllmGenerationWorkerImpl(
-    RequestsFlatLogprobs, RestartableEngine, VllmGenerationWorkerImpl
-):
+class Fp8VllmGenerationWorkerImpl(RequestsFlatLogprobs, RolloutEngine, VllmGenerationWorkerImpl):
     """Upstream's synchronous worker, with less of a rollout's work on the host."""
 
     def generate(self, data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +35,7 @@ class Fp8VllmGenerationWorkerImpl(
 
 
 class Fp8VllmAsyncGenerationWorkerImpl(
-    RefitInFlight, RequestsFlatLogprobs, RestartableEngine, VllmAsyncGenerationWorkerImpl
+    RefitInFlight, RequestsFlatLogprobs, RolloutEngine, VllmAsyncGenerationWorkerImpl
 ):
     """Upstream's asynchronous worker, with less of a rollout's work on the host."""
 

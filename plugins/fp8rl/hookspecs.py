@@ -87,4 +87,7 @@ def refit_finished(report: RefitReport) -> None:
 
 @hookspec
 def step_finished(step: int, metrics: Mapping[str, float]) -> None:
-    """Called once after every training step, with its mismatch and loss metrics."""
+    """Called once after every training step, counted from 0, with its mismatch and loss metrics.
+
+    The demo calls it, and NeMo RL's loops with our keys where they log a step.
+    """

@@ -29,8 +29,8 @@ from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
 from nemo_rl_ext.__main__ import main
 from nemo_rl_ext.config.drivers import DRIVERS, Driver, find
+from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.patch_finder import install
-from nemo_rl_ext.workers.training import recipe_of
 from support.sources import source
 
 install().take_up()
@@ -68,6 +68,13 @@ def upstream(name: str) -> dict[str, Any]:
 def master_config(driver: Driver) -> Any:
     __import__(driver.module)
     return sys.modules[driver.module].MasterConfig  # type: ignore[attr-defined]
+
+
+def trainers_recipe(policy: Any) -> Recipe | None:
+    """The recipe of a policy's Megatron workers."""
+    plan = RunPlan.of(policy)
+    assert plan is not None
+    return plan.of_trainer
 
 
 def places(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -172,7 +179,7 @@ def test_every_script_that_serves_prepares_its_workers_config(
     megatron = policy["megatron_cfg"]
     if rollouts and megatron["enabled"] and megatron["apply_rope_fusion"]:
         recipe["rope_dtype"] = "float32"  # as TransformerEngine's fused kernel
-    assert recipe_of(policy) == Recipe.from_dict(recipe)
+    assert trainers_recipe(policy) == Recipe.from_dict(recipe)
     assert not policy["megatron_cfg"]["fp8_cfg"]["enabled"]
     if rollouts:
         assert policy["generation"]["vllm_kwargs"]["quantization"] == "fp8rl"
@@ -239,7 +246,7 @@ def test_upstreams_setup_hands_the_recipe_to_workers_that_train(
     (given,) = made.value.args
     assert given["init_optimizer"], "a model without one stays in BF16"
     sent = cloudpickle.loads(cloudpickle.dumps(given["config"]))
-    assert recipe_of(sent) == Recipe.from_dict(
+    assert trainers_recipe(sent) == Recipe.from_dict(
         {"pins": {"first": 1}, "rollout": False, "kv_cache": {"in_training": False}}
     )
 
@@ -256,6 +263,6 @@ def test_upstream_reads_its_own_pins_nowhere_under_megatron_cfg_and_we_do() -> N
     code = source("NEMO_RL_SRC") / "nemo_rl"
     assert not [f for f in code.rglob("*.py") if "first_last_layers_bf16" in f.read_text("utf-8")]
     value["policy"]["megatron_cfg"]["fp8rl"] = {}
-    recipe = recipe_of(master_config(DRIVERS["sft"])(**value).policy)
+    recipe = trainers_recipe(master_config(DRIVERS["sft"])(**value).policy)
     assert recipe is not None
     assert (recipe.pins.first, recipe.pins.last) == (2, 1)

@@ -33,22 +33,22 @@ from nemo_rl.models.generation import configure_generation_config
 from nemo_rl.models.generation.vllm.quantization.fp8_train_utils import get_vllm_qkv_scale_names
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils import config as nemo_config
-from nemo_rl.weight_sync.factory import create_weight_synchronizer
 from omegaconf import OmegaConf
 
 from fp8rl import Recipe
-from fp8rl.errors import Fp8RLError
+from fp8rl.errors import Fp8RLError, UnsupportedError
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext import GRPOConfig, GRPOLoss
+from nemo_rl_ext.config.drivers import PLAN
 from nemo_rl_ext.config.guard import GuardConfig
-from nemo_rl_ext.config.keys import needs_our_trainer
-from nemo_rl_ext.config.merge import announce_kv_cache
-from nemo_rl_ext.driver import fallback
+from nemo_rl_ext.config.plan import RunPlan
+from nemo_rl_ext.config.upstream import announce_kv_scales
 from nemo_rl_ext.driver.batch_correction import WEIGHTS, BatchCorrection
 from nemo_rl_ext.driver.loss import CorrectedPGLossFn
 from nemo_rl_ext.driver.mismatch_guard import MismatchGuard
 from nemo_rl_ext.patch_finder import PATCHES, install
 from nemo_rl_ext.patches import worker_classes
+from nemo_rl_ext.patches.upstream import require_patches
 from support.sources import ROOT, source
 
 finder = install()
@@ -63,7 +63,7 @@ def test_every_patch_is_applied(module: str) -> None:
 
 
 def test_what_patches_and_subclasses_rely_on_is_there() -> None:
-    finder.require("policy.megatron_cfg.fp8rl")
+    require_patches(finder, "policy.megatron_cfg.fp8rl")
 
 
 # --- config ---
@@ -108,7 +108,7 @@ def test_an_upstream_recipe_with_the_block_runs_ours() -> None:
     assert vllm["fp8rl"] == config.loss_fn.fp8rl == recipe.to_dict()
     assert (vllm["precision"], vllm["kv_cache_dtype"]) == ("bfloat16", "auto")
     assert config.policy["generation"]["vllm_kwargs"]["quantization"] == "fp8rl"
-    announce_kv_cache(config.policy)
+    announce_kv_scales(config.policy)
     assert vllm["kv_cache_dtype"] == "fp8"
 
 
@@ -151,10 +151,16 @@ def totals(data: BatchedDataDict) -> dict[str, torch.Tensor]:
     return {"global_valid_seqs": data["sample_mask"].sum(), "global_valid_toks": tokens}
 
 
+def plan(section: dict[str, Any]) -> dict[str, Any]:
+    """The plan of a run whose block has this ``importance_sampling``."""
+    recipe = Recipe.from_dict({"importance_sampling": section})
+    return RunPlan(driver="grpo", recipe=recipe, sections=("loss_fn",)).to_dict()
+
+
 def make(section: dict[str, Any] | None, **settings: Any) -> Any:
     keys = {"reference_policy_kl_penalty": 0.0, **settings}
     if section is not None:
-        keys["fp8rl"] = {"importance_sampling": section}
+        keys[PLAN] = plan(section)
     return loss.ClippedPGLossFn(ClippedPGLossConfig(**keys))
 
 
@@ -186,7 +192,7 @@ def test_the_loss_is_that_of_our_own_grpo(section: dict[str, Any]) -> None:
     value.backward()
 
     mine = current(data)
-    plain = GRPOLoss(GRPOConfig(dual_clip=3.0), fn.recipe.importance_sampling)
+    plain = GRPOLoss(GRPOConfig(dual_clip=3.0), fn.plan.recipe.importance_sampling)
     expected, ours = plain(
         mine,
         data["prev_logprobs"][:, 1:],
@@ -237,7 +243,7 @@ def test_upstreams_gspo_and_cispo_are_ours(
     value, _ = fn(logprobs, data, **totals(data))
     value.backward()
     config = GRPOConfig(clip_low=0.02, clip_high=0.03, **ours)
-    expected, metrics = GRPOLoss(config, fn.recipe.importance_sampling)(
+    expected, metrics = GRPOLoss(config, fn.plan.recipe.importance_sampling)(
         mine,
         clean["prev_logprobs"][:, 1:],
         clean["generation_logprobs"][:, 1:],
@@ -307,7 +313,7 @@ def test_parameters_of_later_versions_are_passed_on(monkeypatch: pytest.MonkeyPa
     data = batch()
     make({})(current(data), data, **totals(data), opd_full_entropy=1)
     assert passed == [1]
-    config = ClippedPGLossConfig(reference_policy_kl_penalty=0.0, fp8rl={})
+    config = ClippedPGLossConfig(reference_policy_kl_penalty=0.0, **{PLAN: plan({})})
     with pytest.raises(Fp8RLError, match=r"'loss_fn.fp8rl'.* on_policy_distillation_full has none"):
         loss.ClippedPGLossFn(config, opd_full=object())
 
@@ -337,7 +343,7 @@ def test_the_batch_hook_corrects_and_the_loss_takes_its_weights() -> None:
     assert metrics["fp8rl/rejected_sequence_share"] > 0
     assert data["sample_mask"].sum() < 5
     value, _ = fn(current(data), data, **totals(data))
-    correction = GRPOLoss(GRPOConfig(), fn.recipe.importance_sampling)
+    correction = GRPOLoss(GRPOConfig(), fn.plan.recipe.importance_sampling)
     clean = batch(gap=0.3)
     expected, _ = correction(
         current(clean),
@@ -426,66 +432,15 @@ def test_batches_that_upstreams_threshold_empties_reach_the_guards_end(
         Recipe().importance_sampling, MismatchGuard(GuardConfig(fallback_after=1))
     )
     monkeypatch.setattr(finder.run, "correction", run)
-    for level in (2.0, 3.0):
-        metrics = grpo.compute_and_apply_seq_logprob_error_masking(batch(), torch.ones(ROWS), 1.0)
-        assert metrics["num_masked_seqs"] == ROWS - 1  # one was out before
-        assert (metrics["fp8rl/guard_level"], metrics["fp8rl/step_skipped"]) == (level, 1.0)
-        assert run.skips
+    metrics = grpo.compute_and_apply_seq_logprob_error_masking(batch(), torch.ones(ROWS), 1.0)
+    assert metrics["num_masked_seqs"] == ROWS - 1  # one was out before
+    assert (metrics["fp8rl/guard_level"], metrics["fp8rl/step_skipped"]) == (2.0, 1.0)
+    assert run.skips
+    with pytest.raises(UnsupportedError, match="2 steps in a row were left out"):
+        grpo.compute_and_apply_seq_logprob_error_masking(batch(), torch.ones(ROWS), 1.0)
 
 
-# --- engines that start anew, steps in pieces ---
-
-
-class Reached(Exception):
-    """Upstream's own refit has begun."""
-
-
-class Side:
-    """A policy or a generation, of which upstream's refit gets nothing."""
-
-    cfg: dict[str, Any] = {}
-    weight_synchronizer = None
-
-    def __getattr__(self, name: str) -> Any:
-        raise Reached(name)
-
-
-@pytest.mark.parametrize("way", ["grpo", "ipc", "collective"])
-def test_engines_start_anew_before_the_refit_where_that_is_due(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy, generation = Side(), Side()
-    synchronizer = create_weight_synchronizer(
-        policy,
-        generation,
-        "vllm",
-        colocated=way == "ipc",
-        train_cluster=object(),
-        inference_cluster=object(),
-    )
-    started: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(fallback, "fall_back", lambda *sides: started.append(sides))
-    monkeypatch.setattr(fallback, "release", lambda generation: started.append(("released",)))
-    guard = MismatchGuard(GuardConfig())
-    monkeypatch.setattr(
-        finder.run, "correction", BatchCorrection(Recipe().importance_sampling, guard)
-    )
-
-    def refit() -> None:
-        with pytest.raises(Reached):
-            if way == "grpo":
-                grpo.refit_policy_generation(policy, generation, colocated_inference=True)
-            else:
-                synchronizer.sync_weights()
-
-    refit()
-    assert not started
-    guard.level = "bf16"
-    refit()
-    refit()
-    # Not released: the refit has not succeeded.
-    assert started == [(policy, generation, None if way == "grpo" else synchronizer)]
-    assert guard.bf16
+# --- steps in pieces ---
 
 
 def test_a_step_in_pieces_ends_without_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,7 +545,10 @@ def test_asynchronous_engines_get_scales_and_upstream_shards_the_first_batch(
     Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path)
     value = master_config("grpo_math_1B.yaml", [], None).policy
     value["model_name"] = str(tmp_path)
-    value["generation"]["vllm_cfg"] |= {"fp8rl": {}, "async_engine": True, "kv_cache_dtype": "fp8"}
+    value["generation"]["vllm_cfg"]["async_engine"] = True
+    value[PLAN] = RunPlan(
+        driver="grpo", recipe=Recipe(), sections=("loss_fn",), megatron=True, kv_scales="trainer"
+    ).to_dict()
     policy = object.__new__(Policy)
     policy.cfg, policy.debug_payload_metrics = value, False
     policy.sharding_annotations = NamedSharding(
@@ -658,7 +616,7 @@ def test_the_benchmarks_asynchronous_configs_are_accepted(
     )
     for variant, dtype in (("bf16", "auto"), ("fp8rl", "fp8"), ("fp8rl-bf16kv", "auto")):
         config = configs[f"megatron-{variant}-2-{loop[2:]}"]
-        announce_kv_cache(config.policy)
+        announce_kv_scales(config.policy)
         assert config.policy["generation"]["vllm_cfg"]["kv_cache_dtype"] == dtype
         assert config.policy["generation"]["colocated"]["enabled"] is False
 
@@ -699,7 +657,7 @@ def test_the_benchmarks_configs_are_accepted(
         *("--trainer", trainer, "--gpus", gpus),
     )
     for name, config in configs.items():
-        announce_kv_cache(config.policy)
+        announce_kv_scales(config.policy)
         policy, vllm = config.policy, config.policy["generation"]["vllm_cfg"]
         variant = name.removeprefix(f"{trainer}-").removesuffix("-2")
         ours = (vllm.get("fp8rl") or {}).get("kv_cache")
@@ -732,7 +690,7 @@ def test_the_benchmarks_configs_of_long_answers_are_accepted(
         *("--programs", "24,40", "--seed", 2),
     )
     for name, config in configs.items():
-        announce_kv_cache(config.policy)
+        announce_kv_scales(config.policy)
         policy, vllm = config.policy, config.policy["generation"]["vllm_cfg"]
         recipe = Recipe.from_dict(vllm["fp8rl"]) if vllm.get("fp8rl") else None
         variant = name.removeprefix("megatron-").removesuffix("-long-2")
@@ -783,7 +741,7 @@ def test_the_benchmarks_configs_of_real_sizes_are_accepted(size: str, tmp_path: 
     """Prompts of exactly 512 tokens, answers of exactly 1,024, and a cache for all of them."""
     found = {}
     for name, config in written_configs(tmp_path, "--task", "real", "--size", size).items():
-        announce_kv_cache(config.policy)
+        announce_kv_scales(config.policy)
         policy, generation = config.policy, config.policy["generation"]
         vllm, megatron = generation["vllm_cfg"], config.policy["megatron_cfg"]
         recipe = Recipe.from_dict(vllm["fp8rl"]) if vllm.get("fp8rl") else None
@@ -859,7 +817,8 @@ def test_the_benchmarks_configs_of_a_family_are_accepted(
         assert ("fp8rl" in vllm) == (variant == "fp8rl")
         # Upstream's worker cannot build a Moonlight without the norm that its file lacks.
         ours = variant == "fp8rl" or family == "moonlight"
-        assert needs_our_trainer(config.policy) == ours
+        plan = RunPlan.of(config.policy)
+        assert (plan is not None and plan.replaces_trainer) == ours
         if family == "moonlight" and variant == "bf16":
             assert not Recipe.from_dict(megatron["fp8rl"]).training
         # As grpo.setup() asserts.

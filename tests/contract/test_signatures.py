@@ -188,6 +188,22 @@ def test_a_batch_tells_the_sizes_of_its_micro_batches() -> None:
         assert {f"self.{name}", f"shard.{name}", f"batch.{name}"} <= written
 
 
+@pytest.mark.parametrize(
+    "name", ["grpo", "grpo_sync", "single_controller", "ppo", "distillation", "sft", "dpo"]
+)
+def test_every_loop_logs_its_steps_where_plugins_hear_of_them(name: str) -> None:
+    """In the call with prefix ``train`` (``patches/step_finished.py``)."""
+    file = file_of(f"nemo_rl.algorithms.{name}", source("NEMO_RL_SRC"))
+    calls = [
+        call
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "log_metrics"
+        for keyword in call.keywords
+        if keyword.arg == "prefix" and getattr(keyword.value, "value", None) == "train"
+    ]
+    assert {ast.unparse(call.args[0]) for call in calls} & {"metrics", "step_metrics"}
+
+
 def test_megatron_lm_has_the_norm_of_queries_that_is_left_out() -> None:
     core = source("MEGATRON_LM_SRC") / "megatron" / "core"
     file = core / "transformer" / "mla_qk_norm_config.py"

@@ -66,19 +66,17 @@ def pieces(draw: st.DrawFn) -> Piece:
 
 
 configs = st.builds(
-    lambda bounds, geometric, release, fallback, fallback_after: GuardConfig(
+    lambda bounds, geometric, release, fallback_after: GuardConfig(
         release_below=bounds[0],
         tighten_above=bounds[1],
         skip_above=bounds[2],
         geometric=geometric,
         release_after=release,
-        fallback=fallback,
         fallback_after=fallback_after,
     ),
     bounds=st.sampled_from(((1.05, 1.1, 1.5), (1.01, 1.01, 1.3), (1.1, 1.1, 1.1), (1.3, 1e6, 1e9))),
     geometric=st.sampled_from((1.000001, 1.05, 1e6)),
     release=st.integers(1, 3),
-    fallback=st.sampled_from(("bf16", "stop")),
     fallback_after=st.integers(1, 3),
 )
 corrections = st.builds(
@@ -108,12 +106,9 @@ class Rules:
 
     config: GuardConfig
     settings: ImportanceSampling
-    bf16: bool = False
-    max_age: int = 0
     level: str = "normal"
     good: int = 0
     left_out: int = 0
-    old: int = 0
     kept: list[Array] = field(default_factory=list)
 
     def error(self, log_ratio: Array) -> float:
@@ -181,20 +176,15 @@ class Rules:
 
     def end_step(self, error: float, emptied: bool) -> str:
         """The level of a step, whose batch has this error."""
-        if self.level == "bf16":
-            return "bf16"
-        old, self.old = self.old > 0, max(self.old - 1, 0)
         if not emptied and error < self.config.release_below:
             self.good += 1
         else:
             self.good = 0
         if emptied or self.is_far(error):
             self.level = "skip"
-            if not old:
-                self.left_out += 1
-                if self.left_out > self.config.fallback_after:
-                    gives_up = self.bf16 or self.config.fallback == "stop"
-                    self.level = "stop" if gives_up else "bf16"
+            self.left_out += 1
+            if self.left_out > self.config.fallback_after:
+                self.level = "stop"
             return self.level
         self.left_out = 0
         if error > self.config.tighten_above:
@@ -202,9 +192,6 @@ class Rules:
         elif self.level != "normal":
             self.level = "normal" if self.good >= self.config.release_after else "tight"
         return self.level
-
-    def fell_back(self) -> None:
-        self.bf16, self.level, self.left_out, self.old = True, "tight", 0, self.max_age
 
 
 def ratio_of(piece: Piece) -> Array:
@@ -253,18 +240,16 @@ def test_runs_of_the_guard(
         repeat=st.integers(1, 4),
         config=configs,
         settings_of=corrections,
-        max_age=st.integers(0, 2),
     )
     def check(
         steps: list[list[Piece]],
         repeat: int,
         config: GuardConfig,
         settings_of: ImportanceSampling,
-        max_age: int,
     ) -> None:
-        guard = MismatchGuard(config, max_age=max_age)
+        guard = MismatchGuard(config)
         run = BatchCorrection(settings_of, guard, in_pieces=in_pieces)
-        rules = Rules(config, settings_of, max_age=max_age)
+        rules = Rules(config, settings_of)
         for step in [step for step in steps for _ in range(repeat)]:
             counts["guard: steps"] += 1
             if any(np.isnan(ratio_of(piece)).any() for piece in step):
@@ -275,9 +260,6 @@ def test_runs_of_the_guard(
                 return
             if play(run, rules, step, in_pieces, counts):
                 return
-            if rules.level == "bf16" and repeat % 2:
-                guard.fell_back()
-                rules.fell_back()
 
     check()
 
@@ -319,7 +301,7 @@ def play(
         skips, told = run.end_step()
     else:
         told = metrics[0]
-    must_skip = emptied or level in ("skip", "bf16")
+    must_skip = emptied or level == "skip"
     assert skips is must_skip
     assert told["fp8rl/step_skipped"] == must_skip
     assert told["fp8rl/guard_level"] == LEVELS.index(level)  # type: ignore[arg-type]
@@ -348,19 +330,17 @@ def test_every_rejected_batch_of_one_reaches_the_end_that_the_guide_gives(
         tokens=st.integers(1, 5),
         after=st.integers(1, 5),
         in_pieces=st.booleans(),
-        fallback=st.sampled_from(("bf16", "stop")),
     )
-    def check(gap: float, tokens: int, after: int, in_pieces: bool, fallback: str) -> None:
+    def check(gap: float, tokens: int, after: int, in_pieces: bool) -> None:
         config = GuardConfig(
-            tighten_above=1.05, fallback_after=after, fallback=fallback
+            tighten_above=1.05, fallback_after=after
         )  # a gap of 0.06 is above tighten_above and outside of geometric, one of 0.4 is skipped
         run = BatchCorrection(ImportanceSampling(), MismatchGuard(config), in_pieces=in_pieces)
         values = np.full((1, tokens), -1.0, dtype=np.float32)
         piece = Piece(values, values + np.float32(gap), values < 0, np.array([True]))
         for number in range(1, after + 2):
             counts["guard: steps"] += 1
-            ends = number > after
-            if ends and fallback == "stop":
+            if number > after:
                 with pytest.raises(UnsupportedError, match=f"{after + 1} steps in a row"):
                     run.correct(data_of(piece))
                     run.end_step()
@@ -369,6 +349,6 @@ def test_every_rejected_batch_of_one_reaches_the_end_that_the_guide_gives(
             if in_pieces:
                 _, told = run.end_step()
             assert told["fp8rl/step_skipped"] == 1.0
-            assert told["fp8rl/guard_level"] == LEVELS.index("bf16" if ends else "skip")
+            assert told["fp8rl/guard_level"] == LEVELS.index("skip")
 
     check()

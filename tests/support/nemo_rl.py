@@ -23,6 +23,16 @@ class MasterConfig(BaseModel, extra="allow"):
     loss_fn: Section
 
 
+def planned(policy: dict[str, Any], driver: str = "grpo") -> dict[str, Any]:
+    """Return section ``policy`` with the plan that the driver makes of its blocks."""
+    from nemo_rl_ext.config.drivers import DRIVERS, PLAN
+    from nemo_rl_ext.config.merge import read
+
+    loss = {"use_importance_sampling_correction": True}
+    plan = read({"policy": policy, "loss_fn": loss}, DRIVERS[driver])
+    return policy if plan is None else {**policy, PLAN: plan.to_dict()}
+
+
 def write_checkout(folder: Path) -> Path:
     """Write a checkout of NeMo RL that has what our patches rely on, and nothing else.
 
@@ -57,15 +67,6 @@ def _definitions(members: dict[str, Any], indent: str) -> Iterator[str]:
             yield f"{indent}{name} = None"
         else:
             yield f"{indent}def {name}({value}): ..."
-
-
-class Closing:
-    """NeMo RL's extension of vLLM's worker: what is called before an engine ends."""
-
-    closed = 0
-
-    def cleanup(self) -> None:
-        Closing.closed += 1
 
 
 def extension(engine: Engine) -> Any:

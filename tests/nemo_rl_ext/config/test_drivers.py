@@ -14,10 +14,11 @@ from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
 from nemo_rl_ext.config.drivers import DRIVERS, Driver, check_places, driver_of, find, meant
 from nemo_rl_ext.config.keys import READERS
-from nemo_rl_ext.config.merge import prepare, read
+from nemo_rl_ext.config.merge import read
+from nemo_rl_ext.config.plan import RunPlan
+from nemo_rl_ext.config.upstream import prepare
 from nemo_rl_ext.patch_finder import PATCHES, PatchFinder
 from nemo_rl_ext.patches import config as config_patch
-from nemo_rl_ext.workers import training
 from support.nemo_rl import MasterConfig, Section
 from support.processes import run_code
 
@@ -241,12 +242,12 @@ def test_supervised_training_runs_in_fp8(name: str) -> None:
     value["policy"]["megatron_cfg"]["fp8_cfg"] = {"enabled": True, "fp8_recipe": "blockwise"}
     prepared = made(DRIVERS[name], value)
     megatron = prepared.policy["megatron_cfg"]
-    recipe = training.recipe_of(prepared.policy)
-    assert recipe == Recipe.from_dict(
+    plan = RunPlan.of(prepared.policy)
+    assert plan is not None and plan.of_trainer == Recipe.from_dict(
         {"pins": {"layers": [3]}, "rollout": False, "kv_cache": {"in_training": False}}
     )
     assert megatron["fp8_cfg"]["enabled"] is False, "not Transformer Engine's beside ours"
-    assert not training.sends_kv_scales(prepared.policy)
+    assert plan.kv_scales is None
 
 
 def test_distillation_rolls_out_and_trains_its_student_in_fp8() -> None:
@@ -261,7 +262,7 @@ def test_distillation_rolls_out_and_trains_its_student_in_fp8() -> None:
     prepared = made(DRIVERS["distillation"], value)
     vllm = prepared.policy["generation"]["vllm_kwargs"]
     assert (vllm["quantization"], vllm["kv_cache_dtype"]) == ("fp8rl", "fp8_e4m3")
-    assert not training.sends_kv_scales(prepared.policy)
+    assert keys.kv_scales == "engine"
     assert prepared.teacher == value["teacher"]
     put(value, "policy.generation.vllm_cfg.expert_parallel_size", 2)
     with pytest.raises(UnsupportedError, match="expert_parallel_size"):
@@ -393,14 +394,16 @@ def test_each_key_of_a_recipe_reaches_who_acts_on_it(driver: Driver, key: str) -
     found = []
     if "policy.megatron_cfg" in acting:
         sent = pickle.loads(pickle.dumps(prepared.policy))  # as Ray does
-        recipe = training.recipe_of(sent)
-        assert recipe is not None
-        found.append(recipe)
+        plan = RunPlan.of(sent)
+        assert plan is not None and plan.of_trainer is not None
+        found.append(plan.of_trainer)
     if "policy.generation.vllm_cfg" in acting and wanted.rollout:
         arguments = prepared.policy["generation"]["vllm_kwargs"]
         found.append(read_recipe(arguments["additional_config"]))
     if "loss_fn" in acting:
-        found.append(Recipe.from_dict(prepared.loss_fn.fp8rl))
+        plan = RunPlan.of(prepared.loss_fn)
+        assert plan is not None
+        found.append(plan.recipe)
     assert found or key == "rollout"
     for recipe in found:
         assert getattr(recipe, key) == getattr(wanted, key) != getattr(Recipe(), key)

@@ -15,15 +15,10 @@ import yaml
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
 from nemo_rl_ext.config.checks import KV_BACKENDS, MOE_BACKENDS
-from nemo_rl_ext.config.drivers import DRIVER, DRIVERS, MAX_AGE
-from nemo_rl_ext.config.merge import (
-    announce_kv_cache,
-    prepare,
-    queues_batches,
-    read,
-    rollouts_in_bf16,
-    withdraw_kv_cache,
-)
+from nemo_rl_ext.config.drivers import DRIVERS
+from nemo_rl_ext.config.merge import read
+from nemo_rl_ext.config.plan import RunPlan
+from nemo_rl_ext.config.upstream import announce_kv_scales, prepare
 from support.nemo_rl import MasterConfig, Section
 
 GRPO = DRIVERS["grpo"]
@@ -152,18 +147,13 @@ def test_upstreams_keys_add_to_the_block() -> None:
         ),
         ("policy.router_replay.enabled=true generation.vllm_kwargs.moe_backend=triton", {}),
         ("policy.router_replay.enabled=false megatron.model_overrides.moe_router_fusion=true", {}),
-        ("vllm.expert_parallel_size=2 loss.fp8rl_guard.fallback=stop", {}),
+        ("loss.fp8rl_guard.fallback=stop", {}),
     ],
 )
 def test_a_served_config_gives_its_recipe(overrides: str, expected: dict[str, Any]) -> None:
     keys = read(config({}, overrides), GRPO)
     assert keys is not None
     assert (keys.recipe, keys.notes) == (Recipe.from_dict(expected), ())
-
-
-def test_bf16_rollouts_have_no_engines_to_start_anew() -> None:
-    overrides = "block.rollout=false block.kv_cache.dtype=auto loss.fp8rl_guard={}"
-    assert read(config({}, f"{overrides} vllm.expert_parallel_size=2"), GRPO) is not None
 
 
 WRONG = """
@@ -193,6 +183,8 @@ megatron.fp8rl.training=false
     set 'loss_fn.fp8rl' or 'loss_fn.use_importance_sampling_correction'
 loss.fp8rl_guard.tighten=2
     'loss_fn.fp8rl_guard.tighten'
+loss.fp8rl_guard.fallback=bf16
+    'loss_fn.fp8rl_guard.fallback' must be 'stop', not 'bf16'
 fp8rl_guard={}
     'fp8rl_guard' has no effect
 block.rollout=false block.kv_cache.dtype=int8_per_token_head
@@ -307,12 +299,6 @@ block.importance_sampling.rejection.high=2 loss.force_on_policy_ratio=true
     'loss_fn.fp8rl.importance_sampling.rejection' needs the trainer's logprobs
 loss.force_on_policy_ratio=true loss.fp8rl_guard={}
     'loss_fn.fp8rl_guard' needs the trainer's logprobs
-block.kv_cache.dtype=auto vllm.async_engine=true vllm.expose_http_server=true loss.fp8rl_guard={}
-    'loss_fn.fp8rl_guard.fallback' bf16 needs 'policy.generation.vllm_cfg.expose_http_server'
-block.kv_cache.dtype=auto async_rl.generation_fleet_health.enabled=true loss.fp8rl_guard={}
-    'loss_fn.fp8rl_guard.fallback' bf16 needs 'async_rl.generation_fleet_health.enabled'
-vllm.expert_parallel_size=2 loss.fp8rl_guard.fallback=bf16
-    'loss_fn.fp8rl_guard.fallback' bf16 needs 'policy.generation.vllm_cfg.expert_parallel_size'
 ~megatron.fp8rl megatron.pipeline_model_parallel_size=2
     needs 'policy.megatron_cfg.fp8rl' where
 block.training=false megatron.cuda_graph_impl=local
@@ -362,7 +348,7 @@ def test_what_is_exact(overrides: str, caplog: pytest.LogCaptureFixture) -> None
     assert recipe({}, EXACT + overrides).exact
     made = MasterConfig(**config({}, EXACT + overrides, model_name="none"))
     prepared = prepare(made, GRPO, lambda key: None)
-    assert prepared is not None and prepared.exact
+    assert prepared is not None and prepared.recipe.exact
     # Logits that vLLM 0.25 has processed are in float32, whose sums have another order.
     assert made.policy["generation"]["vllm_cfg"]["logprobs_mode"] == "raw_logprobs"
     assert "exact needs DeepGEMM" in caplog.text  # its worker would raise after Ray has started
@@ -395,7 +381,6 @@ def test_what_is_exact(overrides: str, caplog: pytest.LogCaptureFixture) -> None
         ("generation.top_k=20", "policy.generation.top_k"),
         ("generation.vllm_kwargs.speculative_config.method=mtp", "vllm_kwargs.speculative_config"),
         ("grpo.val_at_start=true", "grpo.val_at_start"),
-        ("loss.fp8rl_guard={}", "loss_fn.fp8rl_guard.fallback"),
     ],
 )
 def test_what_is_not_exact_is_refused_by_its_key(overrides: str, path: str) -> None:
@@ -482,7 +467,7 @@ def test_scales_that_last_allow_asynchronous_rollouts(
 ) -> None:
     run = MasterConfig(**config({"kv_cache": {"recalibrate": kind}}, overrides))
     prepare(run, DRIVERS[driver], lambda key: None)
-    announce_kv_cache(run.policy)
+    announce_kv_scales(run.policy)
     assert run.policy["generation"]["vllm_cfg"]["kv_cache_dtype"] == "fp8"
     assert run.policy["generation"]["vllm_kwargs"]["kv_cache_dtype"] == "fp8_e4m3"
 
@@ -505,7 +490,7 @@ def test_without_scales_from_the_trainer_the_engine_calibrates_itself() -> None:
     assert not keys.recipe.kv_cache.in_training
     run = MasterConfig(**value)
     prepare(run, GRPO, lambda key: None)
-    announce_kv_cache(run.policy)
+    announce_kv_scales(run.policy)
     generation = run.policy["generation"]
     assert generation["vllm_kwargs"]["kv_cache_dtype"] == "fp8_e4m3"
     assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"  # so the driver asks for no scales
@@ -591,7 +576,7 @@ def test_workers_get_the_merged_recipe_and_upstreams_fp8_is_off() -> None:
     )
     run = MasterConfig(**value)
     asked: list[str] = []
-    prepare(run, GRPO, asked.append)
+    plan = prepare(run, GRPO, asked.append)
 
     expected = Recipe.from_dict({"pins": {"first": 1, "last": 2}}).to_dict()
     vllm = run.policy["generation"]["vllm_cfg"]
@@ -607,15 +592,30 @@ def test_workers_get_the_merged_recipe_and_upstreams_fp8_is_off() -> None:
     ours["additional_config"]["mine"] = 1
     assert arguments == {**ours, "seed": 3}
 
-    announce_kv_cache(run.policy)
+    assert plan == RunPlan.of(run.policy) == RunPlan.of(run.loss_fn)
+    announce_kv_scales(run.policy)
     assert vllm["kv_cache_dtype"] == "fp8"
+
+
+def test_a_plan_that_no_block_asks_for_any_more_goes() -> None:
+    """The config that a checkpoint keeps has the plan of its run."""
+    first = MasterConfig(**config({}))
+    prepare(first, GRPO, lambda key: None)
+    kept = first.model_dump()
+    del kept["policy"]["generation"]["vllm_kwargs"]["additional_config"]
+    for section in (kept["policy"]["generation"]["vllm_cfg"], kept["policy"]["megatron_cfg"]):
+        del section["fp8rl"]
+    del kept["loss_fn"]["fp8rl"]
+    again = MasterConfig(**kept)
+    assert prepare(again, GRPO, lambda key: None) is None
+    assert RunPlan.of(again.policy) is None and RunPlan.of(again.loss_fn) is None
 
 
 def test_a_config_without_keys_is_left_as_it_is() -> None:
     run = MasterConfig(**config(None, "vllm.precision=fp8 vllm.kv_cache_dtype=fp8"))
     before = run.model_dump()
     prepare(run, GRPO, lambda key: pytest.fail("no key asks for fp8rl"))
-    announce_kv_cache(run.policy)
+    announce_kv_scales(run.policy)
     assert run.model_dump() == before
 
 
@@ -623,7 +623,7 @@ def test_bf16_rollouts_keep_upstreams_engine() -> None:
     run = MasterConfig(**config({"rollout": False}))
     prepare(run, GRPO, lambda key: None)
     assert "vllm_kwargs" not in run.policy["generation"]
-    announce_kv_cache(run.policy)
+    announce_kv_scales(run.policy)
     assert run.policy["generation"]["vllm_cfg"]["kv_cache_dtype"] == "auto"
 
 
@@ -691,7 +691,7 @@ def test_a_model_that_workers_would_refuse_is_refused_before_ray(
 def test_an_int8_cache_needs_no_scales(place: str) -> None:
     run = MasterConfig(**config({}, f"{place}=int8_per_token_head vllm.async_engine=true"))
     prepare(run, GRPO, lambda key: None)
-    announce_kv_cache(run.policy)
+    announce_kv_scales(run.policy)
     generation = run.policy["generation"]
     assert generation["vllm_kwargs"]["kv_cache_dtype"] == "int8_per_token_head"
     assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"  # so the driver asks for no scales
@@ -810,67 +810,30 @@ def test_the_moe_backends_are_those_the_engine_plugin_serves() -> None:
     assert set(MOE_BACKENDS) == {"auto", *fused_moe._BACKENDS}
 
 
-def test_what_bf16_engines_are_started_with() -> None:
-    """The merged recipe stays but for its rollouts; nothing else of the arguments changes."""
-    block = Recipe.from_dict({"pins": {"layers": [1]}}).to_dict()
-    arguments = {
-        "quantization": "fp8rl",
-        "kv_cache_dtype": "fp8_e4m3",
-        "additional_config": {"fp8rl": block, "other": 1},
-        "seed": 3,
-    }
-    before = copy.deepcopy(arguments)
-    changed = rollouts_in_bf16(arguments)
-    assert arguments == before
-    recipe = Recipe.from_dict(changed["additional_config"]["fp8rl"])
-    assert (recipe.rollout, recipe.kv_cache.dtype, recipe.training) == (False, "auto", True)
-    assert recipe.pins == Recipe.from_dict(block).pins
-    assert changed["additional_config"]["other"] == 1
-    assert {**arguments, "kv_cache_dtype": "auto", "additional_config": None} == {
-        **changed,
-        "additional_config": None,
-    }
-
-
-def test_driver_and_trainer_stop_sending_kv_scales() -> None:
-    value = config({"kv_cache": {"dtype": "fp8_e4m3"}})
-    made = MasterConfig(**value)
-    prepare(made, GRPO, lambda key: None)
-    announce_kv_cache(made.policy)
-    generation = made.policy["generation"]
-    assert generation["vllm_cfg"]["kv_cache_dtype"] == "fp8"
-    recipe_of_run = copy.deepcopy(generation["vllm_cfg"]["fp8rl"])
-    withdraw_kv_cache(made.policy)
-    assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"
-    assert generation["vllm_cfg"]["fp8rl"] == recipe_of_run  # what checkpoints keep starts again
-
-
 ASYNC = "grpo.async_grpo"
 
 
 @pytest.mark.parametrize(
-    ("driver", "overrides", "expected"),
+    ("driver", "overrides", "waits"),
     [
-        ("grpo", "", 0),
-        ("grpo", f"{ASYNC}.enabled=false {ASYNC}.max_trajectory_age_steps=4", 0),
-        ("grpo", f"{ASYNC}.enabled=true {ASYNC}.max_trajectory_age_steps=4", 4),
-        ("single_controller", "async_rl.sampler.max_lookahead_versions=2", 2),
-        ("single_controller", "async_rl.sampler.max_staleness_versions=3", 3),
-        ("single_controller", "async_rl.sampler.name=custom", 0),
+        ("grpo", "", False),
+        ("grpo", f"{ASYNC}.enabled=false {ASYNC}.max_trajectory_age_steps=4", False),
+        ("grpo", f"{ASYNC}.enabled=true {ASYNC}.max_trajectory_age_steps=4", True),
+        ("single_controller", "", True),
     ],
 )
-def test_the_guard_knows_how_old_sequences_may_be(
-    driver: str, overrides: str, expected: int
+def test_it_is_known_whether_batches_wait_across_a_refit(
+    driver: str, overrides: str, waits: bool
 ) -> None:
     block = {"kv_cache": {"dtype": "auto"}}
     value = config(block, f"vllm.async_engine={driver != 'grpo'} {overrides}")
     grpo = Section(**value["grpo"], seq_logprob_error_threshold=None)
     made = MasterConfig(**{**value, "grpo": grpo})
     prepare(made, DRIVERS[driver], lambda key: None)
-    assert getattr(made.loss_fn, MAX_AGE) == expected
-    assert getattr(made.loss_fn, DRIVER) == driver  # a single controller's steps come in pieces
-    waits = expected > 0 or driver == "single_controller"
-    assert queues_batches(made, DRIVERS[driver]) == waits
+    plan = RunPlan.of(made.loss_fn)
+    assert plan == RunPlan.of(made.policy) is not None
+    assert plan.in_pieces is (driver == "single_controller")
+    assert plan.queues_batches is waits
 
 
 @pytest.mark.parametrize(

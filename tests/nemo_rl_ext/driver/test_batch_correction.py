@@ -132,17 +132,16 @@ def test_a_step_in_pieces_is_judged_once_by_all_its_tokens() -> None:
     assert (metrics["fp8rl/guard_level"], metrics["fp8rl/step_skipped"]) == (0.0, 0.0)
     assert (guard.level, guard.good) == ("normal", 1)  # (e^0.2 + 7) / 8 = 1.03
 
-    for expected in ("skip", "bf16"):
-        for gaps in ([1.0, 1.0], [0.0], [1.0]):
-            run.correct(batch(gaps))
-        assert guard.level != expected
-        skips, metrics = run.end_step()
-        assert skips
-        assert guard.level == expected
-        assert metrics["fp8rl/guard_level"] == LEVELS.index(expected)
-    assert run.guard.level == "bf16"
-    run.correct(batch([0.0]))
-    assert run.end_step()[0], "until the engines have started anew, steps are left out"
+    for gaps in ([1.0, 1.0], [0.0], [1.0]):
+        run.correct(batch(gaps))
+    assert guard.level == "normal"
+    skips, metrics = run.end_step()
+    assert skips
+    assert guard.level == "skip"
+    assert metrics["fp8rl/guard_level"] == LEVELS.index("skip")
+    run.correct(batch([1.0, 1.0]))
+    with pytest.raises(UnsupportedError, match="2 steps in a row were left out"):
+        run.end_step()
 
 
 def test_the_metrics_of_a_step_in_pieces_are_those_of_its_whole_batch() -> None:
@@ -181,16 +180,14 @@ FAR = 0.2
 def test_a_batch_that_the_tight_level_empties_is_left_out_and_counts(rows: int) -> None:
     """Naively all of it is trained on, with its weights."""
     run = BatchCorrection(ImportanceSampling(), MismatchGuard(GuardConfig(fallback_after=2)))
-    for level in ("skip", "skip", "bf16"):
+    for _ in range(2):
         data = batch([FAR] * rows)
         metrics = run.correct(data)
         assert metrics["fp8rl/guard_rejected_share"] == metrics["fp8rl/step_skipped"] == 1.0
-        assert metrics["fp8rl/guard_level"] == LEVELS.index(level)
+        assert metrics["fp8rl/guard_level"] == LEVELS.index("skip")
         assert run.skips
         assert not data[WEIGHTS].any()
         assert data["sample_mask"].tolist() == [1.0] * rows  # the loops cannot take an empty batch
-    assert run.guard is not None
-    run.guard.fell_back()
     metrics = run.correct(batch([0.0] * rows))
     assert (metrics["fp8rl/step_skipped"], run.skips) == (0.0, False)
 
@@ -223,7 +220,7 @@ SETTINGS_THAT_EMPTY = {
 def test_steps_that_the_recipe_empties_reach_the_guards_end(name: str, in_pieces: bool) -> None:
     """Naively they are left out, or trained with weights of 0, for ever."""
     gap = -0.01 if name == "veto" else 0.01
-    guard = MismatchGuard(GuardConfig(fallback_after=3, fallback="stop"))
+    guard = MismatchGuard(GuardConfig(fallback_after=3))
     run = BatchCorrection(SETTINGS_THAT_EMPTY[name], guard, in_pieces=in_pieces)
 
     def step() -> None:
@@ -240,22 +237,12 @@ def test_steps_that_the_recipe_empties_reach_the_guards_end(name: str, in_pieces
 
 
 def test_steps_left_out_for_either_reason_make_one_row_and_a_step_that_trains_ends_it() -> None:
-    guard = MismatchGuard(GuardConfig(fallback_after=2, fallback="stop"))
+    guard = MismatchGuard(GuardConfig(fallback_after=2))
     run = BatchCorrection(ImportanceSampling(), guard)
     for gap in (FAR, 1.0, 0.0, 1.0, FAR):
         run.correct(batch([gap]))
     with pytest.raises(UnsupportedError, match=r"skip_above=1\.5 in 2 and rejection .* in 1\)"):
         run.correct(batch([1.0]))
-
-
-def test_emptied_steps_of_replaced_engines_are_not_held_against_bf16() -> None:
-    guard = MismatchGuard(GuardConfig(fallback_after=1), max_age=2)
-    for _ in range(2):
-        guard.observe(1.2, emptied=True)
-    assert guard.level == "bf16"
-    guard.fell_back()
-    seen = [guard.observe(1.2, emptied=True) for _ in range(4)]
-    assert seen == ["skip", "skip", "skip", "stop"]
 
 
 def test_without_a_guard_an_emptied_step_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
@@ -273,9 +260,9 @@ def test_a_batch_that_upstreams_threshold_has_emptied_is_left_out_and_counts() -
     assert run.correct(data, masked=math.exp(0.9))["fp8rl/step_skipped"] == 1.0
     assert run.skips
     assert data[WEIGHTS].shape == data["token_mask"].shape
-    assert run.correct(data, masked=1.2)["fp8rl/guard_level"] == LEVELS.index("bf16")
     assert run.correct(data) == {}, "the loop's own filters have nothing to do with the engines"
-    assert run.skips, "until the engines have started anew, steps are left out"
+    with pytest.raises(UnsupportedError, match="2 steps in a row were left out"):
+        run.correct(data, masked=1.2)
 
 
 def test_the_guard_tightens_whatever_the_corrector_rejects() -> None:
@@ -306,27 +293,10 @@ def test_the_guard_rises_at_once_and_falls_after_good_steps_in_a_row() -> None:
     assert seen == ["normal", "tight", "tight", "tight", "tight", "normal", "normal"]
 
 
-def test_the_guard_gives_fp8_up_after_skips_in_a_row_and_then_bf16() -> None:
+def test_the_guard_ends_the_run_after_skips_in_a_row() -> None:
     guard = MismatchGuard(GuardConfig(fallback_after=2, release_after=2))
-    seen = [guard.observe(e) for e in (1.6, 1.6, 1.2, 1.6, float("inf"))]
-    assert seen == ["skip", "skip", "tight", "skip", "skip"]
-    assert not guard.bf16
-    # No refit in between: it waits for the engines, whatever comes.
-    assert [guard.observe(e) for e in (1.6, 1.0, 1.6, 1.6)] == ["bf16"] * 4
-    assert not guard.bf16
-
-    guard.fell_back()
-    assert (guard.bf16, guard.level) == (True, "tight")
-    seen = [guard.observe(e) for e in (1.0, 1.0, 1.6, 1.6, 1.6)]
-    assert seen == ["tight", "normal", "skip", "skip", "stop"]
-
-
-def test_sequences_from_before_are_not_held_against_bf16() -> None:
-    guard = MismatchGuard(GuardConfig(fallback_after=1), max_age=3)
-    assert [guard.observe(1.6) for _ in range(2)] == ["skip", "bf16"]
-    guard.fell_back()
-    assert [guard.observe(1.6) for _ in range(3)] == ["skip"] * 3
-    assert [guard.observe(1.6) for _ in range(2)] == ["skip", "stop"]
+    seen = [guard.observe(e) for e in (1.6, 1.6, 1.2, 1.6, float("inf"), 1.6)]
+    assert seen == ["skip", "skip", "tight", "skip", "skip", "stop"]
 
 
 def test_each_change_of_the_guard_is_logged_with_its_reason(
@@ -336,35 +306,20 @@ def test_each_change_of_the_guard_is_logged_with_its_reason(
     assert "normal -> tight: token_mult_prob_error is 1.2000" in caplog.text
 
 
-def test_a_step_far_off_is_left_out_and_then_rollouts_are_due_in_bf16() -> None:
-    run = BatchCorrection(ImportanceSampling(), MismatchGuard(GuardConfig(fallback_after=1)))
+@pytest.mark.parametrize(
+    ("bf16", "message"),
+    [
+        (False, r"rollout=false in the fp8rl block and .*\.precision=bfloat16\.$"),
+        (True, "with rollouts in BF16, so FP8 rollouts are not"),
+    ],
+)
+def test_a_step_far_off_is_left_out_and_then_the_run_ends(bf16: bool, message: str) -> None:
+    guard = MismatchGuard(GuardConfig(fallback_after=1), bf16=bf16)
+    run = BatchCorrection(ImportanceSampling(), guard)
     assert run.correct(batch([1.0]))["fp8rl/step_skipped"] == 1.0
     assert run.skips
-    assert run.guard.level != "bf16"
-    metrics = run.correct(batch([1.0]))
-    assert metrics["fp8rl/guard_level"] == LEVELS.index("bf16")
-    assert metrics["fp8rl/guard_bf16_rollouts"] == 0.0
-    assert run.skips
-    assert run.guard.level == "bf16"
-
-    assert run.guard is not None
-    run.guard.fell_back()  # as the patch does once the engines have started
-    metrics = run.correct(batch([0.0]))
-    assert (metrics["fp8rl/step_skipped"], run.skips) == (0.0, False)
-    assert run.guard.level != "bf16"
-    assert metrics["fp8rl/guard_bf16_rollouts"] == 1.0
-    run.correct(batch([1.0]))
-    with pytest.raises(UnsupportedError, match="with rollouts in BF16, so FP8 rollouts are not"):
+    with pytest.raises(UnsupportedError, match=message):
         run.correct(batch([1.0]))
-
-
-def test_a_guard_that_may_not_fall_back_ends_the_run() -> None:
-    config = GuardConfig(fallback_after=1, fallback="stop")
-    run = BatchCorrection(ImportanceSampling(), MismatchGuard(config))
-    run.correct(batch([1.0]))
-    with pytest.raises(UnsupportedError, match="rollout=false in the fp8rl block"):
-        run.correct(batch([1.0]))
-    assert run.guard.level != "bf16"
 
 
 def test_the_guards_settings_are_checked() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from fp8rl import Recipe
 from fp8rl.recipe import ImportanceSampling
+from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.driver.batch_correction import BatchCorrection
 from nemo_rl_ext.driver.exactness import equal_logprobs
 from nemo_rl_ext.patch_finder import PatchFinder
@@ -93,7 +95,14 @@ def test_each_step_has_it_before_upstream_masks_what_differs(
     setattr(module, name, masking)
     masking.__qualname__ = name  # as a function of a module
     finder = PatchFinder()
-    finder.run.exact_model, finder.run.queues_batches = model, queues
+    if model is not None:
+        finder.run.plan = RunPlan(
+            driver="grpo",
+            recipe=Recipe(exact=True),
+            sections=("loss_fn",),
+            model=model,
+            queues_batches=queues,
+        )
     finder.run.correction = BatchCorrection(ImportanceSampling(), in_pieces=in_pieces)
     batch.apply(module, finder)
     metrics = getattr(module, name)(data((0, 3)), torch.ones(2), 1.0)
@@ -112,7 +121,7 @@ def test_the_driver_knows_by_its_config_whether_there_is_a_share(
     module: Any = ModuleType("nemo_rl.algorithms.grpo")
     module.MasterConfig = type("MasterConfig", (MasterConfig,), {"__module__": module.__name__})
     finder = PatchFinder()
-    monkeypatch.setattr(finder, "require", lambda key: None)
+    monkeypatch.setattr(config, "require_patches", lambda finder, key: None)
     config.apply(module, finder)
     block = {"exact": True}
     value = {
@@ -125,6 +134,7 @@ def test_the_driver_knows_by_its_config_whether_there_is_a_share(
         "loss_fn": {"fp8rl": block},
     }
     module.MasterConfig(**value)
-    assert (finder.run.exact_model, finder.run.queues_batches) == (MODEL, False)
+    plan = finder.run.plan
+    assert plan is not None and (plan.model, plan.queues_batches) == (MODEL, False)
     module.MasterConfig(policy={}, loss_fn={})
-    assert finder.run.exact_model is None
+    assert finder.run.plan is None

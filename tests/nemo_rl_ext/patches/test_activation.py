@@ -191,16 +191,17 @@ sys.meta_path.insert(0, ours)
 
 @pytest.mark.parametrize("how", ANEW)
 def test_a_module_that_is_executed_anew_is_patched_anew(tmp_path: Path, how: str) -> None:
-    """Naively its patches are lost, and `require` says that all fit."""
+    """Naively its patches are lost, and `require_patches` says that all fit."""
     path = package(tmp_path, {"nemo_rl/utils/config.py": LOAD_CONFIG})
     code = f"""
 import torch, importlib, sys
 from nemo_rl_ext.patch_finder import installed
+from nemo_rl_ext.patches.upstream import require_patches
 NAME = "nemo_rl.utils.config"
 importlib.import_module(NAME)
 {ANEW[how]}
 try:
-    installed().require("a.key")  # the other modules are missing here
+    require_patches(installed(), "a.key")  # the other modules are missing here
 except Exception as error:
     print("nemo_rl.utils.config" in str(error))
 def layers(function):
@@ -237,8 +238,9 @@ def test_another_signature_is_told_where_the_keys_are_used(tmp_path: Path) -> No
         from nemo_rl.utils.config import load_config
         print(load_config("x", True))
         from nemo_rl_ext.patch_finder import installed
+        from nemo_rl_ext.patches.upstream import require_patches
         try:
-            installed().require("policy.megatron_cfg.fp8rl")
+            require_patches(installed(), "policy.megatron_cfg.fp8rl")
         except Exception as error:
             print(type(error).__name__, error)
     """
@@ -297,8 +299,9 @@ def test_a_driver_reads_what_only_workers_import(tmp_path: Path) -> None:
     code = """
         import torch, nemo_rl.utils.config
         from nemo_rl_ext.patch_finder import installed
+        from nemo_rl_ext.patches.upstream import require_patches
         try:
-            installed().require("policy.megatron_cfg.fp8rl")
+            require_patches(installed(), "policy.megatron_cfg.fp8rl")
         except Exception as error:
             print(str(error)[:70])
         key = "nemo_rl.models.generation.vllm.vllm_backend", "worker_classes"

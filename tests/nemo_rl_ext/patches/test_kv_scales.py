@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from fp8rl.errors import ModelError
-from nemo_rl_ext.patch_finder import PatchFinder, RunState
+from nemo_rl_ext.driver.run_state import RunState
+from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches import kv_scales
+from support.nemo_rl import planned
 from vllm_fp8rl.testing.tiny import make_checkpoint
 
 FOUND = {"layers": {"a": 0.5}, "outgrown": ["a"]}
@@ -57,14 +59,19 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, RunState]]:
     yield module.Policy, finder.run
 
 
-def config(model: Path, **vllm: Any) -> dict[str, Any]:
-    asked = {"fp8rl": {}, "kv_cache_dtype": "fp8", "async_engine": True}
-    return {
-        "model_name": str(model),
-        "make_sequence_length_divisible_by": 8,
-        "max_total_sequence_length": 100,
-        "generation": {"vllm_cfg": asked | vllm},
-    }
+def config(model: Path, driver: str = "single_controller", **vllm: Any) -> dict[str, Any]:
+    block = {"kv_cache": {"recalibrate": "grow"}}
+    asked = {"fp8rl": block, "async_engine": True} | vllm
+    return planned(
+        {
+            "model_name": str(model),
+            "make_sequence_length_divisible_by": 8,
+            "max_total_sequence_length": 100,
+            "megatron_cfg": {"enabled": True, "fp8rl": asked["fp8rl"]},
+            "generation": {"vllm_cfg": asked},
+        },
+        driver,
+    )
 
 
 def test_asynchronous_engines_get_scales_with_every_refit(patched: Any, model: Path) -> None:
@@ -89,7 +96,7 @@ def test_scales_that_were_given_stay(patched: Any, model: Path) -> None:
 def test_the_log_tells_of_scales_that_grew_under_queued_batches(
     patched: Any, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    policy_class, run = patched
+    policy_class, _ = patched
     policy = policy_class(config(model))
     first = {"a.q_scale": 1.0, "a.k_scale": 1.0, "b.k_scale": 0.5, "b.v_scale": 0.5}
     for scales in (first, first, {**first, "a.q_scale": 2.0}):
@@ -98,19 +105,16 @@ def test_the_log_tells_of_scales_that_grew_under_queued_batches(
     policy.broadcast_weights_for_collective({**first, "a.k_scale": 2.0, "b.v_scale": 1.0})
     assert "2 KV scales grew; batches that are still queued" in caplog.text
     caplog.clear()
-    run.queues_batches = False  # synchronous GRPO with asynchronous engines
+    policy = policy_class(config(model, "grpo"))  # synchronous, with asynchronous engines
     policy.broadcast_weights_for_collective({**first, "a.k_scale": 4.0})
     assert caplog.text == ""
 
 
 @pytest.mark.parametrize(
-    "vllm", [{"async_engine": False}, {"kv_cache_dtype": "auto"}, {"fp8rl": None}]
+    "vllm", [{"async_engine": False}, {"fp8rl": {"kv_cache": {"dtype": "auto"}}}, {"fp8rl": None}]
 )
 def test_others_are_as_before(patched: Any, model: Path, vllm: dict[str, Any]) -> None:
-    given = config(model, **vllm)
-    if given["generation"]["vllm_cfg"]["fp8rl"] is None:
-        del given["generation"]["vllm_cfg"]["fp8rl"]
-    policy = patched[0](given)
+    policy = patched[0](config(model, **vllm))
     assert policy.broadcast_weights_for_collective() == (None, None)
     assert policy.calls == []
 

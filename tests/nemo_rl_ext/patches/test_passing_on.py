@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_rl_ext.patches import batch, skip_step, worker_classes
 
-FINDER: Any = SimpleNamespace(run=SimpleNamespace(correction=None, exact_model=None))
+FINDER: Any = SimpleNamespace(run=SimpleNamespace(correction=None, plan=None))
 
 
 def masking(

@@ -17,6 +17,7 @@ from fp8rl.errors import UnsupportedError
 from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches import worker_classes
 from nemo_rl_ext.patches.worker_classes import STANDS_FOR, UPSTREAM
+from support.nemo_rl import planned
 from support.processes import run_code
 
 EXTENSION = "my_package.MyWorker"
@@ -57,10 +58,12 @@ def policy() -> Any:
 
 
 def config(*, megatron: bool = True, trainer: bool = False, rollouts: bool = False) -> Any:
-    return {
-        "megatron_cfg": {"enabled": megatron, **({"fp8rl": {}} if trainer else {})},
-        "generation": {"vllm_cfg": {"fp8rl": {}} if rollouts else {}},
-    }
+    return planned(
+        {
+            "megatron_cfg": {"enabled": megatron, **({"fp8rl": {}} if trainer else {})},
+            "generation": {"vllm_cfg": {"fp8rl": {}} if rollouts else {}},
+        }
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from fp8rl import Recipe
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext.workers.in_flight import RefitInFlight
 from nemo_rl_ext.workers.refit import StreamedRefit, kv_codes_outdated, may_run
-from nemo_rl_ext.workers.rollout_engine import UPSTREAM_EXTENSION, RestartableEngine
+from nemo_rl_ext.workers.rollout_engine import UPSTREAM_EXTENSION, RolloutEngine
 from support.engine import KV_SCALE, LAYERS, SETTINGS, load_tensors, register_model
 from support.processes import fork_engines
 
@@ -98,7 +98,7 @@ class Upstream:
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**llm_kwargs))
 
 
-class Worker(RefitInFlight, RestartableEngine, Upstream):
+class Worker(RefitInFlight, RolloutEngine, Upstream):
     worker_extension = f"{Path(__file__).stem}.{Extension.__name__}"
 
 

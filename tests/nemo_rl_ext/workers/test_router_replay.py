@@ -17,6 +17,7 @@ from fp8rl.errors import UnsupportedError
 from megatron_fp8rl.testing.models import build_gpt
 from nemo_rl_ext.workers.training import Fp8Training
 from support.megatron import LENGTH, losses, moe, one_process, tokens
+from support.nemo_rl import planned
 
 CONFIG = moe(4)
 ROUTES = [torch.tensor([[3, 2]] * LENGTH + [[0, 1]] * LENGTH)] * 2
@@ -63,7 +64,7 @@ class Worker(Fp8Training, MegatronPolicyWorkerImpl):
 
 
 def policy(**changes: Any) -> dict[str, Any]:
-    return {"megatron_cfg": {"enabled": True, "fp8rl": {"training": False}}, **changes}
+    return planned({"megatron_cfg": {"enabled": True, "fp8rl": {"training": False}}, **changes})
 
 
 def test_a_step_reports_what_was_replayed() -> None:

@@ -17,8 +17,7 @@ pytest.importorskip("megatron.core")
 
 from transformers import Qwen3Config
 
-from fp8rl import Recipe
-from fp8rl.errors import CheckpointError, RecipeError, ScaleError, UnsupportedError
+from fp8rl.errors import CheckpointError, ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_names
 from megatron_fp8rl.conversion import conversion_of
 from megatron_fp8rl.observers import QKVObserver
@@ -28,6 +27,7 @@ from nemo_rl_ext.workers.kept_codes import DeviceMemory
 from nemo_rl_ext.workers.training import Fp8Training
 from support.megatron import kept as kept_of
 from support.megatron import one_process, quantized_weights
+from support.nemo_rl import planned
 from support.processes import run_code
 
 CONFIG = Qwen3Config(
@@ -136,22 +136,15 @@ class MegatronPolicyWorkerImpl:
         return {"all_mb_metrics": {}}
 
 
-def policy(block: dict[str, Any] | None) -> dict[str, Any]:
-    vllm: dict[str, Any] = {"kv_cache_dtype": "fp8"}
-    cfg: dict[str, Any] = {"enabled": True}
-    if block is not None:
-        vllm["fp8rl"] = cfg["fp8rl"] = block
-    return {"megatron_cfg": cfg, "generation": {"vllm_cfg": vllm}}
+def policy(block: dict[str, Any], driver: str = "grpo", **trainer: Any) -> dict[str, Any]:
+    """What a driver's worker gets; ``trainer``: keys of ``megatron_cfg`` in place of the block."""
+    megatron = {"enabled": True, "defer_fp32_logits": True, **(trainer or {"fp8rl": block})}
+    section = {"megatron_cfg": megatron, "generation": {"vllm_cfg": {"fp8rl": block}}}
+    return planned({**section, "logprob_chunk_size": 1024}, driver)
 
 
 class Worker(Fp8Training, MegatronPolicyWorkerImpl):
     upstream_module = upstream
-
-
-def test_without_the_key_upstreams_model_and_calibration_are_untouched() -> None:
-    worker = Worker(policy(None))
-    assert worker._qkv_observer is None
-    assert worker.calibrate_qkv_fp8_scales(data=0) == {"layers": "upstream's"}
 
 
 def test_the_model_is_converted_and_pinned_before_it_is_wrapped(
@@ -183,10 +176,10 @@ def test_a_frozen_teacher_that_has_the_policys_section_stays_in_bf16() -> None:
     assert worker._qkv_observer is None
 
 
-@pytest.mark.parametrize("block", [None, {}, {"training": False}])
+@pytest.mark.parametrize("block", [{}, {"training": False}])
 @pytest.mark.parametrize("optimizer", [True, False])
 def test_every_model_is_built_without_the_norm_of_queries(
-    block: dict[str, Any] | None, optimizer: bool, monkeypatch: pytest.MonkeyPatch
+    block: dict[str, Any], optimizer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer's, a frozen teacher's, that of the import from Hugging Face, and the reference;
     in one of them the norm would make it another model than the rollout, and nothing would tell."""
@@ -244,10 +237,6 @@ def test_scales_come_from_the_steps_forwards_and_change_with_them() -> None:
     truth.close()
     assert second == {n: float(expected[n]) for n in second}
 
-    worker.withdraw_kv_cache()
-    assert worker.calibrate_qkv_fp8_scales(data=0) == {"layers": {}}
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-
 
 def test_attention_sees_what_the_rollouts_cache_holds_from_each_refit_on(
     caplog: pytest.LogCaptureFixture,
@@ -281,26 +270,19 @@ def test_attention_sees_what_the_rollouts_cache_holds_from_each_refit_on(
     assert torch.equal(forward(worker.model, 1), plain)
     worker.broadcast_weights_for_collective(kv_scales=first)
     assert torch.equal(forward(worker.model, 1), quantized)
-    worker.withdraw_kv_cache()
-    worker.broadcast_weights_for_collective(kv_scales={})
-    assert torch.equal(forward(worker.model, 1), plain), "the engines' cache is in BF16"
 
 
 def test_attention_is_upstreams_where_the_recipe_or_the_cache_says_so() -> None:
     assert Worker(policy({"training": False, "kv_cache": {"in_training": False}}))._kv_cache is None
-    assert Worker(policy(None))._kv_cache is None
     assert Worker(policy({}), init_optimizer=False)._kv_cache is None
-    auto = policy({"training": False})
-    auto["generation"]["vllm_cfg"]["kv_cache_dtype"] = "auto"
-    assert Worker(auto)._kv_cache is None
+    # No KV scales are sent there; each engine has its own.
+    assert Worker(policy({"training": False}, "ppo"))._kv_cache is None
 
 
 def test_attention_sees_what_an_int8_cache_holds_from_the_start_and_no_scales_are_sent() -> None:
     """The engines make the scales, so no refit brings any; also where only rollouts are ours."""
-    given = policy({"kv_cache": {"dtype": "int8_per_token_head"}, "training": False})
-    given["generation"]["vllm_cfg"]["kv_cache_dtype"] = "auto"
-    only_rollouts = {**given, "megatron_cfg": {"enabled": True}}
-    for cfg in (given, only_rollouts):
+    block = {"kv_cache": {"dtype": "int8_per_token_head"}, "training": False}
+    for cfg in (policy(block), policy(block, optimizer={}), policy(block, "ppo")):
         worker = Worker(cfg)
         assert worker._qkv_observer is None
         rounded = forward(worker.model, 1)
@@ -311,21 +293,16 @@ def test_attention_sees_what_an_int8_cache_holds_from_the_start_and_no_scales_ar
         worker.broadcast_weights_for_collective(kv_scales=None)
         assert torch.equal(forward(worker.model, 1), rounded)
         assert worker.train(2, loss_fn=None)["all_mb_metrics"] == {"loss": [0.5]}
-        worker.withdraw_kv_cache()
-        assert torch.equal(forward(worker.model, 1), plain), "the engines' cache is in BF16"
     for change in ({"in_training": False}, {"dtype": "auto"}):
         kv_cache = {"dtype": "int8_per_token_head", **change}
-        given["generation"]["vllm_cfg"]["fp8rl"] = {"kv_cache": kv_cache}
-        assert Worker(given)._kv_cache is None
+        assert Worker(policy({"kv_cache": kv_cache, "training": False}))._kv_cache is None
 
 
 def test_upstreams_calibration_sees_values_before_quantization(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where only the rollouts are fp8rl's: amaxes of quantized values could never grow."""
-    only_rollouts = policy({})
-    del only_rollouts["megatron_cfg"]["fp8rl"]
-    worker = Worker(only_rollouts)
+    worker = Worker(policy({}, optimizer={}))
     assert worker._kv_cache is not None and worker._qkv_observer is None
     plain = forward(worker.model, 1)
     worker.broadcast_weights_for_collective(kv_scales=dict.fromkeys(scale_names(3), 1e-4))
@@ -755,12 +732,5 @@ def test_a_model_that_gives_nan_is_told() -> None:
         worker.calibrate_qkv_fp8_scales(data=0)
 
 
-def test_a_bad_block_is_told_with_its_path() -> None:
-    with pytest.raises(RecipeError, match=r"policy\.megatron_cfg\.fp8rl\.pin'"):
-        Worker(policy({"pin": 1}))
-    assert upstream.setup_model_and_optimizer is upstream_setup
-
-
 def test_the_helpers_import_no_engine() -> None:
-    assert training.recipe_of({"megatron_cfg": {"fp8rl": {}}}) == Recipe()
     assert "nemo_rl" not in sys.modules
