@@ -3,11 +3,12 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help install demo test fuzz contract matrix lint format docs dist clean
+.PHONY: help install demo test slow fuzz contract matrix lint format docs dist clean
 
 help:
 	@echo "make demo    the whole FP8 RL loop on this CPU (options: ARGS=\"--help\")"
-	@echo "make test    the tests"
+	@echo "make test    the tests, without the slow ones"
+	@echo "make slow    the slow ones: bad inputs, interrupts, several ranks, every model family"
 	@echo "make fuzz    bad inputs, interrupts and kills, for longer (docs/measurements/reliability.md)"
 	@echo "make contract what we use of NeMo RL, against its sources (docs/nemo_rl.md)"
 	@echo "make matrix  the engine tests with other versions of engines and Python (docs/versions.md)"
@@ -16,7 +17,7 @@ help:
 	@echo "make docs    the site, into out/site (in an environment of its own, .venv-docs)"
 	@echo "make dist    wheel and sdist, into dist/; tried in an empty environment"
 	@echo "make clean   remove .venv, .matrix and caches; results in out/ stay"
-	@echo "demo, test, fuzz, contract, lint and format install into .venv. PYTHON=python3.12 names the Python to use."
+	@echo "demo, test, slow, fuzz, contract, lint and format install into .venv. PYTHON=python3.12 names the Python to use."
 
 # Does nothing when .venv is up to date.
 install:
@@ -26,7 +27,10 @@ demo: install
 	@$(BIN)/fp8rl demo $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
+
+slow: install
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow $(ARGS)
 
 fuzz: install
 	$(BIN)/python benchmarks/reliability.py $(ARGS)
