@@ -136,6 +136,15 @@ def test_quantized_as_if_it_had_been_stored(device, dtype, scale_format, width):
             assert near.float().mean() >= (1 if scale_format == "fp32" else 0.99)
 
 
+@pytest.mark.parametrize("sides", SIDES)
+def test_the_public_functions_make_the_sides_that_are_asked_for(sides):
+    h, grad = torch.randn(5, 256, requires_grad=True), torch.randn(5, 128)
+    wanted = dict(zip(("rowwise", "columnwise"), sides, strict=True))
+    for made in (quantize_swiglu(h, **wanted), quantize_swiglu_grad(grad, h, **wanted)):
+        assert tuple(side is not None for side in made) == sides
+        assert not any(side.codes.requires_grad for side in made if side is not None)
+
+
 def test_an_overflow_is_nan(device):
     swiglu = device.module("swiglu")
     h = torch.ones(3, 256, dtype=torch.bfloat16)
