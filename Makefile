@@ -3,11 +3,12 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help install demo test fuzz contract matrix lock lint format docs dist clean
+.PHONY: help install demo test slow fuzz contract matrix lock lint format docs dist clean
 
 help:
 	@echo "make demo    the whole FP8 RL loop on this CPU (options: ARGS=\"--help\")"
-	@echo "make test    the tests"
+	@echo "make test    the tests, without the slow ones"
+	@echo "make slow    the slow ones: bad inputs, interrupts, several ranks, every model family"
 	@echo "make fuzz    bad inputs, interrupts and kills, for longer (docs/measurements/reliability.md)"
 	@echo "make contract what we use of NeMo RL, against its sources (docs/nemo_rl.md)"
 	@echo "make matrix  the engine tests with other versions of engines and Python (docs/versions.md)"
@@ -27,7 +28,10 @@ demo: install
 	@$(BIN)/fp8rl demo $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
+
+slow: install
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow $(ARGS)
 
 fuzz: install
 	$(BIN)/python benchmarks/reliability.py $(ARGS)

@@ -22,6 +22,7 @@ import support.startup.sitecustomize  # noqa: F401  this process has started wit
 
 pytest.register_assert_rewrite("support")
 TESTS = Path(__file__).parent
+SLOW = {TESTS / "fuzz", TESTS / "megatron_fp8rl" / "test_exact_replay.py"}
 ENGINES = {TESTS / name for name in ("vllm_fp8rl", "fuzz")}
 # Long ones that need neither an engine nor Megatron in this process: they start others.
 PROCESSES = {
@@ -44,6 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         else:
             group = "engine" if ENGINES & set(item.path.parents) else "others"
         item.add_marker(pytest.mark.xdist_group(group))
+        if SLOW & {item.path, *item.path.parents}:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,6 @@
 """Engines, length and counts of the fuzz.
 
-``make fuzz`` sets ``FUZZ_EXAMPLES``; without it, as in ``make test``, each test runs a short slice
+``make fuzz`` sets ``FUZZ_EXAMPLES``; without it, as in ``make slow``, each test runs a short slice
 that is the same each time.
 """
 
@@ -22,7 +22,7 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 
 @pytest.fixture(scope="package")
 def budget() -> Callable[[int], settings]:
-    """``budget(short)``: settings of a test that has ``short`` examples in ``make test``."""
+    """``budget(short)``: settings of a test that has ``short`` examples in ``make slow``."""
 
     def of(short: int) -> settings:
         return settings(

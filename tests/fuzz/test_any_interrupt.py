@@ -1,4 +1,4 @@
-"""Ctrl-C, once or twice, at any point of a refit or a calibration.
+"""Ctrl-C, once or twice, at any point of a refit, a plain load or a calibration.
 
 Python looks for signals where a function begins and where a C function has returned: an interrupt
 is raised there, by a profile function that counts those points, so that an example can be repeated.
@@ -115,6 +115,10 @@ def by_files(live: Live, wire: Wire, saved: Path) -> None:
     refit_from_files(live.engine.llm, str(saved), expect_kv_scales=True)
 
 
+def by_load(live: Live, wire: Wire, saved: Path) -> None:
+    live.engine.model.load_weights(items(wire))
+
+
 def calibration(live: Live, wire: Wire, saved: Path) -> dict[str, float]:
     return calibrate_kv_scales(live.engine.llm, PROMPTS)
 
@@ -127,6 +131,7 @@ def sending(live: Live, wire: Wire, saved: Path) -> dict[str, float]:
 ACTIONS: dict[str, Action] = {
     "refit": by_refit,
     "refit from files": by_files,
+    "load_weights": by_load,
     "calibration": calibration,
     "scales": sending,
 }
@@ -164,7 +169,7 @@ def test_old_or_new_or_a_refusal(
     counting = Interrupts(llm)
     counting.during(act, started, new, tmp_path)
     whole()
-    if action.startswith("refit"):
+    if action not in ("calibration", "scales"):
         allowed = [(of_old, old.kv_scales), (of_new, new.kv_scales)]
     else:
         scales = calibrated if action == "calibration" else new.kv_scales

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-_GUARD = 1 << 20  # bytes behind each output
 
 
 @pytest.fixture(scope="module")
@@ -28,26 +25,6 @@ def world_of_one() -> Iterator[None]:
         yield
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
-
-
-@pytest.fixture
-def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Outputs and what is behind them start as 0xAA bytes; what is behind stays."""
-    guards: list[torch.Tensor] = []
-    empty = torch.empty
-
-    def with_guard(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        bytes_ = math.prod(shape) * dtype.itemsize
-        memory = empty(bytes_ + _GUARD, dtype=torch.uint8, device=device).fill_(0xAA)
-        guards.append(memory[bytes_:])
-        return memory[:bytes_].view(dtype).view(shape)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", with_guard)
-        yield
-    assert guards
-    for guard in guards:
-        assert (guard == 0xAA).all(), "written behind an output"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,9 +7,9 @@ a right engine from a wrong one is the direction of its deviation, see ``slope``
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,23 +21,20 @@ pytest.importorskip("vllm")
 from fp8rl import Recipe
 from fp8rl.errors import RefitError
 from fp8rl.kv_scales import scale_name
-from fp8rl.numerics import quantize_block
 from support.gpu_engine import (
     LAYERS,
     QUICK,
     GpuEngine,
+    Rollout,
+    check_through_refits,
     expected_logprobs,
     kv_scales,
     make_checkpoints,
     refit_tensors,
     start_engine,
 )
-from support.wrong_tensors import slope
-from vllm_fp8rl.kv_scales import kv_scale_state
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.hf_reference import gap
-
-log = logging.getLogger(__name__)
 
 
 @pytest.fixture(scope="module")
@@ -80,50 +77,13 @@ def test_runs_on_deep_gemm_flash_attention_and_full_graphs(engine: GpuEngine) ->
 def test_logprobs_equal_transformers_after_each_refit_and_tokens_come_back(
     engine: GpuEngine, checkpoints: dict[str, Path]
 ) -> None:
-    def places() -> dict[str, int]:
-        tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
-        return {name: tensor.data_ptr() for name, tensor in tensors}
+    def expected(name: str, rollout: Rollout, recipe: Recipe, **options: Any) -> torch.Tensor:
+        path = checkpoints[name]
+        if recipe is engine.recipe:
+            options["kv_scales"] = kv_scales(path, recipe)
+        return expected_logprobs(path, recipe, rollout, **options)
 
-    before, tokens = places(), []
-    for name in ("a", "b", "a"):
-        path, recipe = checkpoints[name], engine.recipe
-        give(engine, path)
-        tokens.append(engine.greedy())
-        rollout = engine.rollout()
-        scales = kv_scales(path, recipe)
-        expected = expected_logprobs(path, recipe, rollout, kv_scales=scales)
-        own = expected_logprobs(path, recipe, rollout, kv_scales=scales, dtype=torch.bfloat16)
-        plain = expected_logprobs(path, Recipe(rollout=False), rollout)
-        floor, found = gap(own, expected), gap(rollout.logprobs, expected)
-        share, best = slope(rollout.logprobs, expected, plain), slope(own, expected, plain)
-        log.info("%s: floor %.4f, engine %.4f nats", name, floor.mean, found.mean)
-        log.info("unquantized %.4f; slopes %.3f, %.3f", gap(plain, expected).mean, best, share)
-        assert found.mean < 2.0 * floor.mean
-        assert share > 0.75 * best
-    assert tokens[0] == tokens[2] != tokens[1]
-    assert places() == before
-
-
-def test_codes_and_scales_are_those_of_the_reference(
-    engine: GpuEngine, checkpoints: dict[str, Path]
-) -> None:
-    tensors = refit_tensors(checkpoints["a"], engine.recipe)
-    for leaf, parts in {"qkv_proj": "qkv", "o_proj": "o"}.items():
-        layer = engine.model.get_submodule(f"model.layers.1.self_attn.{leaf}")
-        names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in parts]
-        codes, scale_inv = quantize_block(torch.cat([tensors[name] for name in names]))
-        assert torch.equal(layer.weight.cpu().view(torch.uint8), codes.view(torch.uint8))
-        assert torch.equal(layer.weight_scale_inv.cpu(), scale_inv)
-
-
-def test_tensors_on_the_gpu_give_the_same_engine(
-    engine: GpuEngine, checkpoints: dict[str, Path]
-) -> None:
-    tokens, values = engine.greedy(), kv_scale_state(engine.model)
-    tensors = refit_tensors(checkpoints["a"], engine.recipe)
-    refit(engine.llm, [(n, t.cuda()) for n, t in tensors.items()], expect_kv_scales=True)
-    assert engine.greedy() == tokens
-    assert kv_scale_state(engine.model) == values
+    check_through_refits(engine, lambda name: give(engine, checkpoints[name]), expected, near=0.75)
 
 
 def test_query_scales_are_required_where_queries_are_quantized(

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 
 from fp8rl import Recipe
 from fp8rl.recipe import KVCache
-from support.gpu_engine import PROMPTS, Rollout, assert_as_close, refit_tensors, start_engine
+from support.gpu_engine import PROMPTS, Rollout, check_through_refits, refit_tensors, start_engine
 from support.wrong_tensors import changed_checkpoint, nearer, wrong_tensors
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.hf_reference import load_reference
@@ -54,28 +54,23 @@ def test_logprobs_equal_transformers_through_refits(kind: str, tmp_path: Path) -
     }
     engine = start_engine(paths["a"], RECIPE)
     try:
-        before = {n: p.data_ptr() for n, p in engine.model.named_parameters()}
         tensors = {name: refit_tensors(path, RECIPE) for name, path in paths.items()}
-        tokens = []
-        for name in "aba":
+
+        def give(name: str) -> None:
             refit(engine.llm, tensors[name].items(), expect_kv_scales=False)
-            tokens.append(engine.greedy())
-            rollout = engine.rollout()
-            expected = logprobs(paths[name], rollout, RECIPE)
-            own = logprobs(paths[name], rollout, RECIPE, dtype=torch.bfloat16)
-            plain = logprobs(paths[name], rollout, Recipe(rollout=False))
-            assert_as_close(name, rollout.logprobs, expected, own, plain)
-            if name == "b":
-                wrong = {
-                    what: logprobs(
-                        changed_checkpoint(paths[name], tmp_path / "wrong", changes),
-                        rollout,
-                        RECIPE,
-                    )
-                    for what, changes in wrong_tensors(tensors["b"], tensors["a"]).items()
-                }
-                assert wrong and not nearer(rollout.logprobs, expected, wrong)
-        assert tokens[0] == tokens[2] != tokens[1]
-        assert {n: p.data_ptr() for n, p in engine.model.named_parameters()} == before
+
+        def expected(name: str, rollout: Rollout, recipe: Recipe, **options: Any) -> torch.Tensor:
+            return logprobs(paths[name], rollout, recipe, **options)
+
+        check_through_refits(engine, give, expected)
+        give("b")
+        rollout = engine.rollout()
+        wrong = {
+            what: logprobs(
+                changed_checkpoint(paths["b"], tmp_path / "wrong", changes), rollout, RECIPE
+            )
+            for what, changes in wrong_tensors(tensors["b"], tensors["a"]).items()
+        }
+        assert wrong and not nearer(rollout.logprobs, expected("b", rollout, RECIPE), wrong)
     finally:
         engine.llm.llm_engine.engine_core.shutdown()

@@ -138,16 +138,3 @@ def test_rotation_in_float32(engine_config, parameters, neox):
     q = q.contiguous()
     difference = torch.compile(behind_a_norm, fullgraph=True)(q) != behind_a_norm(q)
     assert difference.float().mean() < 1e-3  # the norm's sum has another order
-
-
-def test_weights_are_quantized_into_place():
-    w = torch.randn(300, 200).to(torch.bfloat16)
-    expected = quantize_block(w)
-    codes = torch.full((512, 200), 0x55, dtype=torch.uint8, device="cuda")
-    scales = torch.full((5, 2), 7.0, device="cuda")
-    out = Quantized(codes[128:428].view(torch.float8_e4m3fn), scales[1:4])
-    quantize_block(w.cuda(), out=out)
-    assert torch.equal(codes[128:428].cpu(), expected.codes.view(torch.uint8))
-    assert torch.equal(scales[1:4].cpu(), expected.scale_inv)
-    assert bool((codes[:128] == 0x55).all() and (codes[428:] == 0x55).all())
-    assert scales[0].tolist() == [7.0, 7.0] == scales[4].tolist()

@@ -30,6 +30,7 @@ from support.gpu_engine import (
     GpuEngine,
     Rollout,
     assert_as_close,
+    check_through_refits,
     refit_tensors,
     start_engine,
 )
@@ -108,25 +109,14 @@ def case(
 
 
 def test_logprobs_equal_transformers_after_each_refit_and_tokens_come_back(case: Case) -> None:
-    engine = case.engine
+    def parts() -> list[int]:  # vLLM 0.25.1 keeps them as plain attributes
+        return [part.data_ptr() for each in case.attention for part in (each.W_UK_T, each.W_UV)]
 
-    def places() -> dict[str, int]:
-        tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
-        found = {name: tensor.data_ptr() for name, tensor in tensors}
-        for layer in case.attention:  # vLLM 0.25.1 keeps them as plain attributes
-            for part in ("W_UK_T", "W_UV"):
-                found[f"{layer.layer_name}.{part}"] = getattr(layer, part).data_ptr()
-        return found
-
-    mode = engine.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
+    mode = case.engine.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
     assert mode.decode_mode().name == "FULL", mode
-    before, tokens = places(), []
-    for name in ("a", "b", "a"):
-        case.give(name)
-        tokens.append(engine.greedy())
-        case.assert_as_transformers(name, engine.rollout())
-    assert tokens[0] == tokens[2] != tokens[1]
-    assert places() == before
+    before = parts()
+    check_through_refits(case.engine, case.give, case.expected)
+    assert parts() == before
 
 
 def test_parts_of_kv_b_proj_and_the_router_follow_a_refit(case: Case) -> None:

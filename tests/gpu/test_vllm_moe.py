@@ -38,7 +38,7 @@ from support.gpu_engine import (
     SHAPE,
     GpuEngine,
     agreement,
-    assert_as_close,
+    check_through_refits,
     expected_logprobs,
     refit_tensors,
     start_engine,
@@ -282,28 +282,19 @@ def experts_of(engine: GpuEngine, layer: int) -> Any:
 def test_logprobs_equal_transformers_after_each_refit_and_tokens_come_back(
     engine: GpuEngine, checkpoints: dict[str, Path]
 ) -> None:
-    def places() -> dict[str, int]:
-        tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
-        return {name: tensor.data_ptr() for name, tensor in tensors}
-
     mode = engine.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
     assert mode.decode_mode().name == "FULL", mode
     layers = [experts_of(engine, number) for number in (0, 1)]
     assert [layer.w13_weight.dtype for layer in layers] == [torch.bfloat16, torch.float8_e4m3fn]
     assert layers[1].w2_weight.shape == (EXPERTS, HIDDEN, PADDED)
     kernels = [layer.quant_method.moe_kernel for layer in layers]
-    before, tokens = places(), []
-    for name in ("a", "b", "a"):
-        path = checkpoints[name]
-        give(engine, path)
-        tokens.append(engine.greedy())
-        rollout = engine.rollout()
-        expected = expected_logprobs(path, RECIPE, rollout)
-        own = expected_logprobs(path, RECIPE, rollout, dtype=torch.bfloat16)
-        plain = expected_logprobs(path, Recipe(rollout=False), rollout)
-        assert_as_close(name, rollout.logprobs, expected, own, plain)
-    assert tokens[0] == tokens[2] != tokens[1]
-    assert places() == before
+    check_through_refits(
+        engine,
+        lambda name: give(engine, checkpoints[name]),
+        lambda name, rollout, recipe, **options: expected_logprobs(
+            checkpoints[name], recipe, rollout, **options
+        ),
+    )
     assert [layer.quant_method.moe_kernel for layer in layers] == kernels
 
 

@@ -29,7 +29,8 @@ from support.gpu_engine import (
     PROMPTS,
     QUICK,
     GpuEngine,
-    assert_as_close,
+    Rollout,
+    check_through_refits,
     expected_logprobs,
     start_engine,
 )
@@ -97,21 +98,12 @@ def case(
 
 
 def test_logprobs_equal_transformers_after_each_refit_and_tokens_come_back(case: Case) -> None:
-    engine, recipe = case.engine, case.engine.recipe
-    tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
-    before, tokens = {name: tensor.data_ptr() for name, tensor in tensors}, []
-    for name in ("a", "b", "a"):
-        case.give(name)
-        tokens.append(engine.greedy())
-        rollout = engine.rollout()
-        options: dict[str, Any] = {"kv_scales": case.scales[name] or None}
-        expected = expected_logprobs(case.paths[name], recipe, rollout, **options)
-        own = expected_logprobs(case.paths[name], recipe, rollout, dtype=torch.bfloat16, **options)
-        plain = expected_logprobs(case.paths[name], Recipe(rollout=False), rollout)
-        assert_as_close(name, rollout.logprobs, expected, own, plain)
-    assert tokens[0] == tokens[2] != tokens[1]
-    tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
-    assert {name: tensor.data_ptr() for name, tensor in tensors} == before
+    def expected(name: str, rollout: Rollout, recipe: Recipe, **options: Any) -> torch.Tensor:
+        if recipe is case.engine.recipe:
+            options["kv_scales"] = case.scales[name] or None
+        return expected_logprobs(case.paths[name], recipe, rollout, **options)
+
+    check_through_refits(case.engine, case.give, expected)
 
 
 def test_what_is_in_fp8(case: Case) -> None:

@@ -13,17 +13,14 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("vllm")
 
-from safetensors.torch import load_file
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.numerics import quantize_block
-from fp8rl.recipe import KVCache
-from support.gpu_engine import SHAPE, GpuEngine, make_checkpoints, refit_tensors, start_engine
+from support.gpu_engine import GpuEngine, make_checkpoints, refit_tensors, start_engine
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.inventory import Inventory
 from vllm_fp8rl.storage.block_grid import BlockGrid, WriteBatch, empty_storage
-from vllm_fp8rl.testing.tiny import make_checkpoint
 
 BUSY = 2_000_000  # clock ticks of a kernel that only waits: about a millisecond
 
@@ -206,24 +203,6 @@ def test_extra_memory_of_a_refit_is_small(engine, a, b) -> None:
     refit(engine.llm, a.items(), expect_kv_scales=True)
     assert torch.cuda.max_memory_allocated() - held < 1 << 20
     assert torch.cuda.memory_allocated() == held
-
-
-def test_a_tied_head_may_be_sent_too(engine, tmp_path) -> None:
-    """Up to vLLM 0.27.1 ``lm_head`` is the module of the embedding, and has no name of its own."""
-    shape = {**SHAPE, "tie_word_embeddings": True}
-    paths = [make_checkpoint(tmp_path / str(seed), seed, **shape) for seed in (20, 21)]
-    first, second = (load_file(path / "model.safetensors") for path in paths)
-    recipe = Recipe(kv_cache=KVCache(dtype="auto"))
-    tied = start_engine(paths[0], recipe, enforce_eager=True)
-    tokens = tied.greedy()
-    refit(tied.llm, second.items(), expect_kv_scales=False)
-    assert tied.greedy() != tokens
-    head = {"lm_head.weight": first["model.embed_tokens.weight"].clone()}
-    refit(tied.llm, (first | head).items(), expect_kv_scales=False)
-    assert tied.greedy() == tokens
-    other = {"lm_head.weight": second["model.embed_tokens.weight"]}
-    with pytest.raises(RefitError, match="tied"):
-        refit(tied.llm, (first | other).items(), expect_kv_scales=False)
 
 
 def test_without_memory_to_stage_tensors_from_the_host(engine, a, checkpoints) -> None:

@@ -53,6 +53,7 @@ def _behind(curves: dict[str, Curve]) -> dict[str, float]:
     return {name: (loss - last["BF16"]) / behind for name, loss in last.items()}
 
 
+@pytest.mark.slow
 def test_recipes_differ_where_every_token_counts(curves):
     """A deep model that memorizes noise: errors of early layers grow on the way."""
     behind = _behind(curves)
@@ -62,6 +63,7 @@ def test_recipes_differ_where_every_token_counts(curves):
     assert 0.6 < behind["FP8, pow2 scales"] < 1.4
 
 
+@pytest.mark.slow
 def test_the_difference_is_e4m3s_and_in_fprop(curves):
     """As an emulation without our code has it; nothing of it comes from the gradients' FP8."""
     behind, truth = _behind(curves), curves["float32"]

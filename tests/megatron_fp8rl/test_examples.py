@@ -71,6 +71,7 @@ def check_export(out: Path, policy: PinPolicy) -> None:
         assert torch.equal(fp8[f"{name}_scale_inv"], scale_inv), name
 
 
+@pytest.mark.slow
 def test_standalone(tmp_path):
     pins = {"layers": [-1], "kinds": ["o_proj"]}
     printed = run("megatron_standalone.py", tmp_path, recipe={"pins": pins})

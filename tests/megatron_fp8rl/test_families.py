@@ -119,7 +119,10 @@ def _other(value: Any) -> Any:
     return 8 if value is None else value
 
 
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind == "mistral" else pytest.param(kind, marks=pytest.mark.slow) for kind in SIZES],
+)
 def test_every_key_of_a_config_counts_or_is_refused_by_its_name(
     mcore: Any, kind: str, tmp_path: Path
 ) -> None:

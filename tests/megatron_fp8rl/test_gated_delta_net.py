@@ -216,6 +216,7 @@ def expected_gradient(ranks: list[dict[str, torch.Tensor]]) -> torch.Tensor:
     return torch.stack(parts).sum(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_gradient_of_rows_in_bf16_is_summed_over_ranks(paths, two_ranks, sequence_parallel):
     ranks = [found[sequence_parallel]["bf16_rows"] for found in two_ranks]
@@ -275,6 +276,7 @@ def test_two_ranks_share_every_section(mcore, paths, monkeypatch):
             assert torch.equal(shards[1][:128], whole[0][128:256])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_two_ranks(mcore, paths, two_ranks, sequence_parallel):
     """As near to one rank as codes that flip allow: ranks sum in another order."""

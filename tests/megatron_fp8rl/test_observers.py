@@ -185,12 +185,6 @@ def test_state_survives_a_checkpoint(model):
     assert not resumed.state_dict()["amax"].signbit().any()
 
 
-def test_multi_latent_attention_is_refused(model):
-    model.config.multi_latent_attention = True
-    with pytest.raises(UnsupportedError, match="multi-latent attention"):
-        QKVObserver(model)
-
-
 def test_attention_without_a_core_is_refused(model):
     model.decoder.layers[2].self_attention = torch.nn.Identity()
     with pytest.raises(UnsupportedError, match=r"Layer 2 has no core_attention \(Identity\)"):

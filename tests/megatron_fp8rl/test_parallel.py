@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_fp8rl.testing.launch import LaunchError, launch
 from support.cpu import few_rows_add_alike
 from support.parallel import cases, checks
 from support.parallel.run import SINGLES, TOPOLOGIES, random_weights
 from support.processes import run_ranks
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -115,35 +114,3 @@ def test_checkpoints_of_the_distributed_optimizer_load_with_and_without_the_plug
     ranks, saved_with
 ):
     checks.check_checkpoints(ranks.of("dp2-bf16"), saved_with)
-
-
-def _script(tmp_path: Path, body: str) -> Path:
-    script = tmp_path / "script.py"
-    script.write_text(f"import os, sys, time\nrank = os.environ['RANK']\n{body}\n")
-    return script
-
-
-def test_launch_returns_what_each_rank_printed(tmp_path):
-    script = _script(tmp_path, "print(rank, os.environ['WORLD_SIZE'], sys.argv[1])")
-    assert launch(script, 2, ["x"], timeout=30) == ["0 2 x\n", "1 2 x\n"]
-
-
-def test_launch_tells_why_a_child_died_and_ends_the_others(tmp_path):
-    pid = tmp_path / "pid"
-    script = _script(
-        tmp_path,
-        f"if rank == '0':\n    open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)\n"
-        f"while not os.path.exists({str(pid)!r}): time.sleep(0.01)\n"
-        "raise ValueError('broken here')",
-    )
-    began = time.monotonic()
-    with pytest.raises(LaunchError, match=r"(?s)rank 1 \(1\).*broken here"):
-        launch(script, 2, timeout=30)
-    assert time.monotonic() - began < 30
-    assert not Path(f"/proc/{pid.read_text()}").exists()
-
-
-def test_launch_ends_what_does_not_end(tmp_path):
-    script = _script(tmp_path, "print('stuck', file=sys.stderr, flush=True); time.sleep(60)")
-    with pytest.raises(LaunchError, match=r"did not end within 2 s; its stderr:\nstuck"):
-        launch(script, 1, timeout=2)

@@ -6,7 +6,6 @@ import functools
 import importlib
 import json
 import os
-import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,30 +137,18 @@ class Engine:
         drop_requests(self.llm)
 
 
-_MODULES = {
-    "Llama": "llama",
-    "Qwen2": "qwen2",
-    "Qwen3": "qwen3",
-    "Qwen3Moe": "qwen3_moe",
-    "DeepseekV2": "deepseek_v2",
-    "DeepseekV3": "deepseek_v2",
-    "Qwen3_5": "qwen3_5",
-    "Qwen3_5Moe": "qwen3_5",
-    "Qwen3VL": "qwen3_vl",
-}
-_ENDINGS = re.compile("For(CausalLM|ConditionalGeneration)$")
-
-
 def register_model(path: Path) -> None:
     """Give vLLM the class of a model: a name it would ask in a process of its own, for 10 s."""
     from vllm import ModelRegistry
 
     (name,) = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
-    module = _MODULES.get(_ENDINGS.sub("", name))
-    if module is not None:
-        with without_torchvision() if module in ("qwen3_5", "qwen3_vl") else nullcontext():
-            source = importlib.import_module(f"vllm.model_executor.models.{module}")
-        ModelRegistry.register_model(name, getattr(source, name))
+    known: Any = ModelRegistry.models.get(name)
+    if not hasattr(known, "module_name"):  # unknown, or a class already
+        return
+    reads_images = known.module_name.endswith(("qwen3_5", "qwen3_vl"))
+    with without_torchvision() if reads_images else nullcontext():
+        source = importlib.import_module(known.module_name)
+    ModelRegistry.register_model(name, getattr(source, known.class_name))
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,9 @@ def assert_as_close(
     expected: torch.Tensor,
     own: torch.Tensor,
     plain: torch.Tensor,
+    *,
+    far: float = 2.0,
+    near: float = 0.6,
 ) -> None:
     """Hold an engine in BF16 to what BF16 itself costs.
 
@@ -157,13 +161,50 @@ def assert_as_close(
         expected: those of transformers in float32 with the same fake quantization.
         own: the same in BF16.
         plain: those of transformers without quantization.
+        far: most times that the engine may be as far from ``expected`` as ``own`` is.
+        near: least share of the way from ``plain`` to ``expected``, in units of that of ``own``.
     """
     floor, found = gap(own, expected), gap(actual, expected)
     share, best = slope(actual, expected, plain), slope(own, expected, plain)
     log.info("%s: floor %.4f, engine %.4f nats", name, floor.mean, found.mean)
     log.info("unquantized %.4f; slopes %.3f, %.3f", gap(plain, expected).mean, best, share)
-    assert found.mean < 2.0 * floor.mean, (found, floor)
-    assert share > 0.6 * best, (share, best)
+    assert found.mean < far * floor.mean, (found, floor)
+    assert share > near * best, (share, best)
+
+
+def places(engine: GpuEngine) -> dict[str, int]:
+    """Addresses of everything that captured graphs read."""
+    tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
+    return {name: tensor.data_ptr() for name, tensor in tensors}
+
+
+def check_through_refits(
+    engine: GpuEngine,
+    give: Callable[[str], object],
+    expected: Callable[..., torch.Tensor],
+    **bounds: float,
+) -> None:
+    """Refit with ``a``, ``b`` and ``a``: each time the logprobs of transformers, at the end the
+    first tokens, and everything in place.
+
+    Args:
+        engine: under test; BF16.
+        give: refits it with the checkpoint of a name.
+        expected: ``(name, rollout, recipe, **options)``: logprobs of the rollout by transformers,
+            as :func:`expected_logprobs` gives them.
+        bounds: of :func:`assert_as_close`.
+    """
+    before, tokens = places(engine), []
+    for name in "aba":
+        give(name)
+        tokens.append(engine.greedy())
+        rollout = engine.rollout()
+        exact = expected(name, rollout, engine.recipe)
+        own = expected(name, rollout, engine.recipe, dtype=torch.bfloat16)
+        plain = expected(name, rollout, Recipe(rollout=False))
+        assert_as_close(name, rollout.logprobs, exact, own, plain, **bounds)
+    assert tokens[0] == tokens[2] != tokens[1]
+    assert places(engine) == before
 
 
 def agreement(tokens: list[list[int]], others: list[list[int]]) -> float:

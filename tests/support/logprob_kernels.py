@@ -1,6 +1,6 @@
 """A stand-in in plain torch for the kernel of fused log-probabilities: a CPU has no Triton.
 
-The kernel itself is compared with float64 in ``tests/gpu/test_triton_logprobs.py``.
+The kernel itself is compared with float64 in ``tests/fp8rl/numerics/test_logprobs.py``.
 """
 
 from __future__ import annotations

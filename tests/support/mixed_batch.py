@@ -8,6 +8,7 @@ the real ones): what is tested there is how a batch is split and which tensors e
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -27,6 +28,8 @@ from fp8rl.numerics import FP8_DTYPE
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+CLOSE = 0.02 if os.environ.get("TRITON_INTERPRET") == "1" else 0.006
+"""Relative error of INT8's batches: Triton's interpreter truncates to bfloat16."""
 _FLASH = "vllm_fp8rl.attention.flash"
 _INT8 = "vllm_fp8rl.attention.int8"
 

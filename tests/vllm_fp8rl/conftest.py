@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fp8rl import Recipe
+from fp8rl.recipe import KVCache, Pins
 
 # Before anything that imports vLLM: it sets the environment that vLLM reads at import.
 from support.engine import (
@@ -24,6 +25,16 @@ from support.engine import (
     start_engine,
 )
 from vllm_fp8rl.compat import require_cpu_router
+from vllm_fp8rl.testing.tiny import make_moe_checkpoint
+
+PLAIN = KVCache(dtype="auto")
+KINDS = {
+    "plain cache": Recipe(kv_cache=PLAIN),
+    "pins": Recipe(pins=Pins(layers=(-1,), kinds=("down_proj",))),
+    "experts": Recipe(kv_cache=PLAIN),
+    "experts in BF16": Recipe(kv_cache=PLAIN, pins=Pins(kinds=("experts",))),
+}
+"""Recipes of engines that several tests share, beside the session's with the default one."""
 
 
 @pytest.fixture(scope="session")
@@ -76,6 +87,47 @@ def other_engine(engine: Engine) -> Callable[..., Engine]:
     return start
 
 
+@pytest.fixture(scope="session")
+def expert_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two checkpoints with experts of 192 columns, of which 64 are padding in vLLM's stacks."""
+    root = tmp_path_factory.mktemp("experts")
+    return {
+        name: make_moe_checkpoint(root / name, seed, moe_intermediate_size=192)
+        for seed, name in enumerate("ab")
+    }
+
+
+@pytest.fixture(scope="session")
+def shared_engine(
+    checkpoints: dict[str, Path],
+    expert_checkpoints: dict[str, Path],
+    other_engine: Callable[..., Engine],
+) -> Callable[[str], Engine]:
+    """``shared_engine(kind)``: the one engine of a kind of ``KINDS``, refitted with ``a``.
+
+    A kind with experts needs the group of :func:`moe_engine` where it is used.
+    """
+    from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
+    from vllm_fp8rl.refit import drop_requests, refit
+
+    started: dict[str, Engine] = {}
+
+    def of(kind: str) -> Engine:
+        path = (expert_checkpoints if kind.startswith("experts") else checkpoints)["a"]
+        if kind not in started:
+            started[kind] = other_engine(path, KINDS[kind])
+            return started[kind]
+        engine = started[kind]
+        drop_requests(engine.llm)
+        refit(engine.llm, load_tensors(path).items(), expect_kv_scales=False)
+        if engine.recipe.kv_cache.has_scales:
+            set_uncalibrated_kv_scales(engine.model, KV_SCALE)
+            engine.llm.reset_prefix_cache()
+        return engine
+
+    return of
+
+
 @pytest.fixture(scope="module")
 def moe_engine(other_engine: Callable[..., Engine]) -> Iterator[Callable[..., Engine]]:
     """``other_engine`` for an MoE model.
@@ -117,8 +169,11 @@ def tokens(
 @pytest.fixture
 def restored(engine: Engine, a: dict[str, torch.Tensor]) -> Iterator[None]:
     """After the test the session's engine is refitted with ``a`` and ``SCALES``."""
+    from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
     from vllm_fp8rl.refit import drop_requests, refit
 
     yield
     drop_requests(engine.llm)
     refit(engine.llm, (a | SCALES).items(), expect_kv_scales=True)
+    set_uncalibrated_kv_scales(engine.model, KV_SCALE)  # of queries, which a reload forgets
+    engine.llm.reset_prefix_cache()

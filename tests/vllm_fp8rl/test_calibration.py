@@ -16,7 +16,6 @@ from transformers import DynamicCache
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, ScaleError
 from fp8rl.kv_scales import scale_name, scales_from_amax
-from fp8rl.recipe import KVCache
 
 pytest.importorskip("vllm")
 from vllm import SamplingParams
@@ -162,7 +161,7 @@ def test_prompts_that_nothing_saw(fresh: Engine, monkeypatch: pytest.MonkeyPatch
     assert kv_scale_state(fresh.model) == {}
 
 
-def test_refuses(fresh: Engine, other_engine: Any, checkpoints: dict[str, Path]) -> None:
+def test_refuses(fresh: Engine, shared_engine: Any, checkpoints: dict[str, Path]) -> None:
     with pytest.raises(ScaleError, match="no prompts"):
         calibrate_kv_scales(fresh.llm, [])
     with pytest.raises(ScaleError, match="margin of KV scales is 0"):
@@ -172,7 +171,7 @@ def test_refuses(fresh: Engine, other_engine: Any, checkpoints: dict[str, Path])
     with pytest.raises(RefitError, match="in flight"):
         calibrate_kv_scales(fresh.llm, PROMPTS)
     drop_requests(fresh.llm)
-    plain = other_engine(checkpoints["a"], Recipe(kv_cache=KVCache(dtype="auto")))
+    plain = shared_engine("plain cache")
     with pytest.raises(ScaleError, match="no FP8 KV cache"):
         calibrate_kv_scales(plain.llm, PROMPTS)
     weights = load_tensors(checkpoints["a"])

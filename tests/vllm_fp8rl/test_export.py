@@ -172,6 +172,7 @@ def test_engines_may_differ_more_over_an_fp8_cache(
     assert bool(told.problems) == (not passes)
 
 
+@pytest.mark.slow
 def test_check_runs_an_engine_in_a_process_of_its_own(other_engine, checkpoints, out, monkeypatch):
     """As on a GPU, the one that gets KV scales; the folder has them, and its engine is in here."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")

@@ -38,6 +38,7 @@ def test_minimax_is_rotated_as_published_configs_say(
         assert 2 * len(frequencies) == config.rotary_dim
 
 
+@pytest.mark.slow
 def test_a_wrong_tensor_is_told_from_bf16_rounding(tmp_path: Path) -> None:
     """As in ``tests/gpu/test_vllm_families.py``; transformers in BF16 stands in for the engine.
 

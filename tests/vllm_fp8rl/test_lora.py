@@ -80,11 +80,6 @@ def test_adapters_over_an_fp8_base(engine, other_engine, checkpoints, tmp_path, 
     assert agree(live, plain, None)
 
 
-def test_an_engine_with_adapters_needs_a_checkpoint(engine, other_engine, checkpoints):
-    with pytest.raises(UnsupportedError, match="enable_lora needs the weights of a checkpoint"):
-        other_engine(checkpoints["a"], RECIPE, load_format="dummy", **LORA)
-
-
 def test_experts_with_adapters_are_refused(
     engine, other_engine, tmp_path, experts_on_a_cpu, monkeypatch
 ):

@@ -1,34 +1,93 @@
-"""Magnitudes gathered over calls, against NumPy."""
+"""Magnitudes gathered over calls, by the reference and by the kernel, against NumPy."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import amax_into
+from support.devices import Device, needs_gpu
+from support.shapes import DTYPES, PACKED, packed
 
 
-def test_slots_rise_and_never_fall():
-    slots = torch.tensor([0.0, 5.0, 1.0])
-    x = torch.randn(7, 3, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
-    amax_into(slots, [x, x.half()[:, 1], x.float()[:0]])
-    assert slots.tolist() == [x.abs().max().item(), 5.0, 1.0]
-    amax_into(slots, [x * 0.5, -8.0 * torch.ones(1), torch.tensor(-3.0)])
-    assert slots.tolist() == [x.abs().max().item(), 8.0, 3.0]
+def check(device: Device, tensors: list[torch.Tensor], *, in_place: bool = True) -> None:
+    """The maxima of two calls; whether the kernel reads all or none of the tensors in place."""
+    amax = device.module("amax")
+    got, expected = torch.zeros(len(tensors), device=device.at), np.zeros(len(tensors))
+    for part in (tensors, [x[: len(x) // 2] * 2 for x in tensors]):
+        amax.amax_into(got, [device.moved(x) for x in part])
+        found = [np.abs(x.double().numpy()).max(initial=0) for x in part]
+        expected = np.maximum(expected, found)
+    np.testing.assert_array_equal(got.cpu().double().numpy(), expected.astype(np.float32))
+    if device.triton:
+        for x in tensors:
+            assert (amax._rows(x.shape, x.stride(), x.dtype) is not None) == in_place
 
 
-def test_infinity_is_larger_and_nan_stays():
-    slots = torch.zeros(2)
-    amax_into(slots, [torch.tensor([1.0, -torch.inf]), torch.tensor([torch.nan, 2.0])])
-    amax_into(slots, [torch.ones(3), torch.full((3,), torch.inf)])
-    assert slots[0] == torch.inf and slots[1].isnan()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", PACKED)
+def test_slices_of_a_fused_projection(device, shape, dtype):
+    q, k, v = packed(*shape, dtype)
+    check(device, [q.flatten(3), k, v])
+    # After norm and rotary embedding q and k are tensors of their own.
+    heads = (*q.shape[:2], shape[2] * shape[3], shape[4])
+    check(device, [q.reshape(heads).contiguous(), k.contiguous(), v])
 
 
-def test_cells_that_do_not_fit_are_refused():
-    x = torch.ones(2, 2)
-    for slots in (torch.zeros(2), torch.zeros(1).double(), torch.zeros(1, 1)):
-        with pytest.raises(UnsupportedError, match="need a contiguous float32 output"):
-            amax_into(slots, [x])
-    with pytest.raises(UnsupportedError, match="need a contiguous float32 output"):
-        amax_into(torch.zeros(4)[::2], [x, x])
+def test_packed_sequences_and_other_numbers_of_tensors(device):
+    q, k, v = packed(33, 1, 2, 2, 64, torch.bfloat16)
+    for tensors in ([k[:, 0], v[:, 0]], [v], [q, k, v, k, v], [q[:0], k, v]):
+        check(device, tensors)
+
+
+def test_orders_of_dimensions_and_odd_sizes(device):
+    x = torch.randn(5, 6, 7, 9, generator=torch.Generator().manual_seed(0))
+    check(device, [x, x.transpose(0, 2), x[0, 0, 0]])
+    check(device, [x[..., :3], x[:, :, 2:5].contiguous(), x[:, 0, 0]])
+    check(device, [x[:, 0], x[:, 1:3], x.transpose(2, 3)[:, :3]])
+    odd = [x[..., ::2], x[:, :3, 1:3], x.double(), x[:1].expand(4, 6, 7, 9)]
+    check(device, odd, in_place=False)
+
+
+def test_subnormals_and_zeros(device):
+    x = torch.tensor([[0.0, -0.0], [1e-40, -2e-40], [2.0**-33, 0.0]])
+    for row in range(3):
+        check(device, [x[row:], x[: row + 1], x.bfloat16()])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, -torch.nan])
+def test_what_is_not_finite_stays_in_its_slot(device, bad, dtype):
+    into = device.module("amax").amax_into
+    x = torch.randn(200, 2, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[150, 1, 77] = bad
+    slots = torch.zeros(3, device=device.at)
+    for _ in range(2):
+        into(slots, [device.moved(part) for part in (x, x[:100], x[:, 1])])
+        into(slots, [torch.ones(4, 4, device=device.at)] * 3)
+    assert slots.isfinite().tolist() == [False, True, False]
+    assert slots.isnan().tolist() == [bad != bad, False, bad != bad]
+    assert not slots.signbit().any()
+
+
+def test_the_public_function_raises_slots_and_lowers_none():
+    slots = torch.tensor([0.0, 5.0])
+    amax_into(slots, [torch.full((3,), -2.0), torch.tensor(4.0)])
+    assert slots.tolist() == [2.0, 5.0]
+
+
+@needs_gpu
+def test_a_graph_replays_it_without_memory_of_its_own():
+    tensors = [x.cuda().contiguous() for x in packed(300, 1, 2, 2, 128, torch.bfloat16)]
+    slots = torch.zeros(3, device="cuda")
+    amax_into(slots, tensors)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        amax_into(slots, tensors)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    tensors[1].mul_(4.0)
+    graph.replay()
+    assert slots.tolist() == [x.abs().max().item() for x in tensors]

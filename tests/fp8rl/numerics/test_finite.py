@@ -1,4 +1,4 @@
-"""`all_finite` and `quantize_blocks` on the CPU; the kernels are in tests/gpu."""
+"""`all_finite`: many tensors looked at in one launch."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rl.errors import UnsupportedError
-from fp8rl.numerics import (
-    BLOCK,
-    FP8_DTYPE,
-    Quantized,
-    Stacked,
-    all_finite,
-    quantize_block,
-    quantize_blocks,
-)
+from fp8rl.numerics import FP8_DTYPE, all_finite
 from fp8rl.numerics.finite import largest_bits
+from support.devices import DEVICE, INTERPRETED, Device, needs_kernels
+from support.shapes import DTYPES as FLOATS
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, FP8_DTYPE]
+DTYPES = [*FLOATS, FP8_DTYPE]
 
 
 @settings(max_examples=60, deadline=None)
@@ -47,12 +40,8 @@ def test_parameters_of_a_trainer_are_read_without_a_graph():
     assert all_finite(parameters) == [True, False]
 
 
-def test_the_largest_finite_values_are_finite():
-    assert all_finite([torch.full((2,), torch.finfo(d).max, dtype=d) for d in DTYPES]) == [True] * 4
-
-
 @pytest.mark.parametrize("limit", [1.0, 3e4, 65504.0, 3.2e38])
-@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_what_is_beyond_a_limit_passes_for_infinite(dtype, limit):
     """Numbers of 16 bits, and in float32 those beside the limit, against a comparison."""
     if dtype == torch.float32:
@@ -66,63 +55,60 @@ def test_what_is_beyond_a_limit_passes_for_infinite(dtype, limit):
     kind = torch.int32 if dtype == torch.float32 else torch.int16
     magnitudes = numbers.abs().view(kind)
     assert torch.equal(magnitudes <= largest_bits(dtype, limit), wanted)
+    assert all_finite([torch.full((2,), torch.finfo(dtype).max, dtype=dtype)]) == [True]
 
 
-def empty(rows: int, columns: int) -> Quantized:
-    codes = torch.zeros(rows, columns, dtype=torch.uint8).view(FP8_DTYPE)
-    return Quantized(codes, torch.zeros(-(-rows // 128), -(-columns // 128)))
+def clean(chunk: int) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [
+        torch.randn(400_000).bfloat16(),
+        torch.full((3,), torch.finfo(torch.float32).max),
+        torch.randn(2 * chunk + 5).half(),
+        torch.arange(256, dtype=torch.uint8)[:127].repeat(2, 1).view(FP8_DTYPE),
+        torch.zeros(0),
+        torch.tensor(1.0),
+        torch.randn(50, 40)[:, 3:7],  # strided: read in parts
+    ]
 
 
-def test_quantize_blocks_is_quantize_block_of_each():
-    jobs = [(torch.randn(n, k), empty(n, k)) for n, k in ((130, 200), (5, 7), (130, 200))]
-    quantize_blocks(jobs, scale_format="pow2")
-    for w, out in jobs:
-        want = quantize_block(w, scale_format="pow2")
-        assert torch.equal(out.codes.view(torch.uint8), want.codes.view(torch.uint8))
-        assert torch.equal(out.scale_inv, want.scale_inv)
-    quantize_blocks([])
-
-
-def test_quantize_blocks_writes_nothing_where_one_is_refused():
-    good, bad = empty(4, 4), empty(3, 4)
-    with pytest.raises(UnsupportedError):
-        quantize_blocks([(torch.ones(4, 4), good), (torch.ones(4, 4), bad)])
-    assert not good.codes.view(torch.uint8).any() and not good.scale_inv.any()
-
-
-def empty_stack(count: int, rows: int, columns: int) -> Quantized:
-    codes = torch.zeros(count, rows, columns, dtype=torch.uint8).view(FP8_DTYPE)
-    return Quantized(codes, torch.zeros(count, -(-rows // 128), -(-columns // 128)))
-
-
-def test_a_stack_takes_the_codes_of_each_weight():
-    """In a part of a larger stack, as gate and up lie in vLLM's; other matrices stay."""
-    whole = empty_stack(4, 256, 200)
-    out = Quantized(whole.codes[:, 128:], whole.scale_inv[:, 1:])
-    weights = [torch.randn(128, 200), torch.randn(128, 200).bfloat16(), torch.randn(200, 128).t()]
-    job = (torch.randn(5, 7), empty(5, 7))
-    quantize_blocks([job], BLOCK, "pow2", [Stacked(weights, out, [3, 0, 1])])
-    for w, number in zip(weights, (3, 0, 1), strict=True):
-        want = quantize_block(w, scale_format="pow2")
-        assert torch.equal(out.codes[number].view(torch.uint8), want.codes.view(torch.uint8))
-        assert torch.equal(out.scale_inv[number], want.scale_inv)
-    assert not whole.codes[:, :128].view(torch.uint8).any() and not whole.scale_inv[:, 0].any()
-    assert not whole.codes[2].view(torch.uint8).any() and not whole.scale_inv[2].any()
-    assert job[1].scale_inv.all()
-
-
+@needs_kernels
 @pytest.mark.parametrize(
-    ("weights", "at"),
+    ("number", "place", "value"),
     [
-        ([torch.ones(4, 4)] * 2, [0, 2]),
-        ([torch.ones(4, 4)] * 2, [-1, 0]),
-        ([torch.ones(4, 4)] * 2, [0]),
-        ([torch.ones(4, 4), torch.ones(4, 3)], [0, 1]),
-        ([torch.ones(4, 4), torch.ones(4, 4).to(FP8_DTYPE)], [0, 1]),
+        (0, -1, torch.nan),
+        (0, 1 << 17, torch.inf),
+        (1, 2, -torch.inf),
+        (2, 1 << 18, torch.nan),
+        (3, 7, torch.nan),
+        (5, 0, torch.nan),
+        (6, 11, torch.inf),
     ],
 )
-def test_a_stack_that_does_not_fit_is_refused(weights, at):
-    out = empty_stack(2, 4, 4)
-    with pytest.raises(UnsupportedError):
-        quantize_blocks([], BLOCK, "fp32", [Stacked(weights, out, at)])
-    assert not out.codes.view(torch.uint8).any() and not out.scale_inv.any()
+def test_the_kernel_finds_one_bad_element_in_its_tensor(number, place, value):
+    many = Device(True).module("multi_tensor")
+
+    def answers(tensors: list[torch.Tensor]) -> list[bool]:
+        if INTERPRETED:
+            return many.start_finite_check([t.contiguous() for t in tensors])()
+        return all_finite([t.to(DEVICE) for t in tensors])
+
+    tensors = clean(many._CHUNK)
+    assert answers(tensors) == [True] * len(tensors)
+    flat = tensors[number].flatten()
+    flat[place] = value
+    tensors[number] = flat
+    assert answers(tensors) == [i != number for i in range(len(tensors))]
+
+
+@needs_kernels
+@pytest.mark.parametrize("limit", [65504.0, 3.2e38])
+def test_the_kernel_knows_the_limit(limit):
+    many = Device(True).module("multi_tensor")
+    tensors, wanted = [], []
+    for dtype in DTYPES:
+        for value in (448.0, 65504.0, 65536.0, -3.1e38, 3.3e38):
+            if dtype in (torch.float16, FP8_DTYPE) and abs(value) > torch.finfo(dtype).max:
+                continue
+            tensors.append(torch.full((many._CHUNK + 3,), value).to(dtype).to(DEVICE))
+            wanted.append(bool(tensors[-1][0].double().abs() <= limit))
+    assert many.start_finite_check(tensors, limit)() == wanted

@@ -1,7 +1,7 @@
 """How a batch is split into decodes and prompts, and what each kernel gets.
 
-No GPU: plain torch stands in for FlashAttention and the Triton kernels (``support.mixed_batch``),
-so nothing here tells of their numerics; ``tests/gpu/test_flash_prompts.py`` does.
+On a GPU with the real kernels. On a CPU plain torch stands in for FlashAttention and the Triton
+kernels (``support.mixed_batch``), so nothing tells of their numerics there.
 """
 
 from __future__ import annotations
@@ -14,13 +14,8 @@ import pytest
 import torch
 
 from fp8rl.errors import UnsupportedError
-from support.mixed_batch import BATCHES, ON_GPU, Batch, load_flash
+from support.mixed_batch import BATCHES, Batch, load_flash
 from vllm_fp8rl.attention.batch import split_batch
-
-if ON_GPU:
-    pytest.skip(
-        "tests/gpu/test_flash_prompts.py has these with the real kernels", allow_module_level=True
-    )
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +25,32 @@ def flash() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize("limit", [1, 100, 512])
-def test_every_batch_has_the_attention_of_its_requests(flash, requests, limit) -> None:
-    batch = Batch(requests, size=64, limit=limit)
+@pytest.mark.parametrize(("layout", "limit"), [("NHD", 1), ("HND", 100), ("packed", 512)])
+def test_every_batch_has_the_attention_of_its_requests(flash, requests, layout, limit) -> None:
+    batch = Batch(requests, size=64, layout=layout, limit=limit)
     assert batch.errors(batch.attend(flash)).max() < 0.005
 
 
-@pytest.mark.parametrize("layout", ["HND", "packed"])
-def test_layouts_of_the_cache(flash, layout) -> None:
-    batch = Batch(BATCHES["cached prefixes"], size=64, layout=layout)
-    assert batch.errors(batch.attend(flash)).max() < 0.005
+@pytest.mark.parametrize("page", [16, 48, 128])
+def test_pages_of_any_size_and_padding_at_the_end(flash, page: int) -> None:
+    for limit in (1, 100):
+        batch = Batch(
+            BATCHES["one token behind a prompt"], size=64, page=page, limit=limit, padding=2
+        )
+        assert batch.errors(batch.attend(flash)).max() < 0.005
 
 
-def test_padding_at_the_end_of_a_batch(flash) -> None:
-    batch = Batch(BATCHES["decodes and prompts"], size=64, padding=3)
-    assert batch.errors(batch.attend(flash)).max() < 0.005
+def test_memory_behind_the_copy_does_not_count(flash, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host may know more keys than there are, so that the copy has rows without a value."""
+    empty = torch.empty
+
+    def nan(*shape: Any, **options: Any) -> torch.Tensor:
+        return empty(*shape, **options).fill_(float("nan"))
+
+    monkeypatch.setattr(torch, "empty", nan)
+    for limit in (1, 512):
+        batch = Batch(BATCHES["cached prefixes"], size=64, limit=limit, slack=3)
+        assert batch.errors(batch.attend(flash)).max() < 0.005
 
 
 def split(requests, limit: int = 512, **changes: Any):
@@ -77,12 +83,6 @@ def test_prompts_are_copied_in_groups_of_at_most_so_many_keys() -> None:
     assert [group.longest_query for group in groups] == [20, 300, 2, 5]
     assert [group.tokens for group in groups][1:3] == [slice(21, 381), slice(381, 383)]
     assert groups[1].query_starts.tolist() == groups[1].key_starts.tolist() == [0, 300, 360]
-
-
-def test_lengths_of_the_host_may_be_larger_than_those_of_the_gpu(flash) -> None:
-    batch = Batch(BATCHES["cached prefixes"], size=64)
-    batch.common.seq_lens_cpu_upper_bound += 3
-    assert batch.errors(batch.attend(flash)).max() < 0.005
 
 
 def test_without_lengths_on_the_host_a_batch_is_not_split() -> None:

@@ -85,7 +85,7 @@ LINEAR = [Shape(256, 128, 1024), Shape(512, 256, 1024)]
 """Three kernels each, by PACKAGE's heuristics."""
 
 
-@pytest.fixture(params=["2.5", "2.8"])
+@pytest.fixture(params=["2.8", pytest.param("2.5", marks=pytest.mark.slow)])
 def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
     package = tmp_path / "deep_gemm"
     package.mkdir()

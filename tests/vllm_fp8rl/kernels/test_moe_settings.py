@@ -15,6 +15,7 @@ from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import BLOCK
 from fp8rl.recipe import ActivationFormat
+from support.engine import register_model
 from vllm_fp8rl.kernels.moe_settings import (
     ACTIVATION_SCALES_ENV,
     TILES,
@@ -86,6 +87,7 @@ def test_an_engine_on_a_gpu_sets_them(experts, adapters, rollout, offered, tmp_p
     """The engine's config is that of a CPU; that it is for a GPU is told alone."""
     make = make_moe_checkpoint if experts else make_checkpoint
     path = make(tmp_path / "model", 0)
+    register_model(path)
     made = EngineArgs(
         str(path), dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True, max_model_len=64
     ).create_engine_config()

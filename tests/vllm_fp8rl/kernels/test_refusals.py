@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -91,17 +89,6 @@ def test_rocm_whose_capabilities_are_other_numbers(
 def test_a_recipe_for_mxfp8(section: str, key: str, value: object) -> None:
     with pytest.raises(RecipeError, match=rf"{section}\.{key}"):
         Recipe.from_dict({section: {key: value}})
-
-
-@pytest.mark.parametrize("method", ["mxfp8", "modelopt_mxfp8"])
-def test_a_checkpoint_in_mxfp8(
-    other_engine: Callable[..., Engine], checkpoints: dict[str, Path], tmp_path: Path, method: str
-) -> None:
-    shape = json.loads((checkpoints["a"] / "config.json").read_text())
-    shape["quantization_config"] = {"quant_method": method, "weight_block_size": [1, 32]}
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    with pytest.raises(UnsupportedError, match=f"quantized with '{method}'"):
-        other_engine(tmp_path, Recipe(), load_format="dummy")
 
 
 def test_other_devices() -> None:

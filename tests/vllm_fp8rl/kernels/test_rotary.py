@@ -202,6 +202,7 @@ print(json.dumps([before, after, equal, behind]))
 """
 
 
+@pytest.mark.slow
 def test_compiled_it_is_one_kernel_and_reads_the_rounded_norm(tmp_path: Path) -> None:
     """Inductor alone would rotate the unrounded norm of a query, which no trainer does."""
     script = tmp_path / "compiled.py"

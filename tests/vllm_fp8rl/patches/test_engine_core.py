@@ -160,11 +160,17 @@ def no_connector_afterwards() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_connector_afterwards")
 def test_a_kv_connector_forgets_old_keys(
-    engine: Engine, other_engine: Callable[..., Engine], checkpoints: dict, weights: dict, tmp_path
+    shared_engine: Callable[[str], Engine],
+    other_engine: Callable[..., Engine],
+    checkpoints: dict[str, Path],
+    weights: dict,
+    tmp_path: Path,
 ) -> None:
     """Fails where the prefix cache is reset without its connector's."""
     recipe = Recipe(kv_cache=KVCache(dtype="auto"))
-    plain = other_engine(checkpoints["b"], recipe)
+    plain = shared_engine("plain cache")
+    plain.model.load_weights(load_tensors(checkpoints["b"]).items())
+    plain.llm.reset_prefix_cache()
     expected = plain.greedy([LONG])
     transfer = KVTransferConfig(
         kv_connector="ForgetfulConnector",

@@ -37,6 +37,7 @@ print(json.dumps([traced > 0, first != second, engine.greedy(prompt) == first]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("experts_on_a_cpu")
 def test_compiled_model_follows_refits(tmp_path: Path):
     """With an MLP in one layer and experts in the other."""

@@ -58,6 +58,9 @@ CASES: dict[str, dict[str, Any]] = {
     "exaone4": {},
 }
 
+QUICK = ("llama", "qwen2", "gemma3_text", "cohere2")
+"""Biases everywhere, of q, k and v alone, sliding windows, attention beside the MLP."""
+
 
 def make(path: Path, kind: str, seed: int) -> Path:
     torch.manual_seed(seed)
@@ -81,7 +84,10 @@ def test_every_dense_type_has_a_case() -> None:
     assert set(CASES) == dense
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in CASES],
+)
 def test_tokens_after_a_refit_are_those_of_a_fresh_engine(
     kind: str, other_engine: Callable[..., Engine], tmp_path: Path
 ) -> None:

@@ -29,7 +29,6 @@ from vllm_fp8rl.quantization.config import (
 from vllm_fp8rl.refit import drop_requests, refit
 
 K0, V0, Q0 = (scale_name(0, role) for role in ("k", "v", "q"))
-K1 = scale_name(1, "k")
 PROMPTS = [[7, 8, 9, 10, 11], [20, 21, 22]]
 
 
@@ -191,9 +190,9 @@ def test_scales_stored_in_a_checkpoint_count(
 
 
 def test_without_an_fp8_cache_there_is_nothing_to_scale(
-    other_engine: Callable[..., Engine], checkpoints: dict[str, Path]
+    shared_engine: Callable[[str], Engine],
 ) -> None:
-    plain = other_engine(checkpoints["a"], Recipe(kv_cache=KVCache(dtype="auto")))
+    plain = shared_engine("plain cache")
     model = plain.model
     assert kv_scale_state(model) == {}
     assert missing_kv_scales(model) == []
@@ -226,14 +225,6 @@ def test_scales_that_vllm_would_make_of_the_first_batch_are_refused() -> None:
         check_scale_source(SimpleNamespace(calculate_kv_scales=True))
 
 
-@pytest.mark.parametrize("skipped", ["1", "sliding_window"])
-def test_layers_that_vllm_would_keep_out_of_the_fp8_cache_are_refused(
-    other_engine: Callable[..., Engine], checkpoints: dict[str, Path], skipped: str
-) -> None:
-    with pytest.raises(UnsupportedError, match=rf"skip_layers=\['{skipped}'\].* leave it empty"):
-        other_engine(checkpoints["a"], Recipe(), kv_cache_dtype_skip_layers=[skipped])
-
-
 def test_layers_that_vllm_would_keep_out_of_an_int8_cache_are_refused() -> None:
     """Without an engine, since a CPU has no such cache."""
     recipe = Recipe.from_dict({"kv_cache": {"dtype": "int8_per_token_head"}})
@@ -258,13 +249,15 @@ def test_a_draft_model_beside_an_fp8_cache_is_refused(
 
 
 def test_a_draft_model_beside_a_plain_cache_gives_the_tokens_of_an_engine_without(
-    checkpoints: dict[str, Path], other_engine: Callable[..., Engine]
+    checkpoints: dict[str, Path],
+    other_engine: Callable[..., Engine],
+    shared_engine: Callable[[str], Engine],
 ) -> None:
     """The remedy of the refusal, through a refit that the draft has no part in."""
     draft = {"model": str(checkpoints["a"]), "method": "draft_model", "num_speculative_tokens": 2}
     plain = Recipe(kv_cache=KVCache(dtype="auto"))
     drafting = other_engine(checkpoints["a"], plain, speculative_config=draft)
-    alone = other_engine(checkpoints["a"], plain)
+    alone = shared_engine("plain cache")
     assert drafting.greedy(PROMPTS, 24) == (before := alone.greedy(PROMPTS, 24))
     tensors = load_file(checkpoints["b"] / "model.safetensors")
     for engine in (drafting, alone):

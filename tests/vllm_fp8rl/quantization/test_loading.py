@@ -24,6 +24,7 @@ from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache
 from support.engine import KV_SCALE, LAYERS, PROMPTS, load_tensors, make_checkpoint, same_bits
+from support.lora import LORA
 from support.mla import ON_A_CPU
 from vllm_fp8rl.compat import require_cpu_router
 from vllm_fp8rl.kernels.choice import CPU_CACHE_ENV
@@ -92,6 +93,8 @@ def test_block_fp8_checkpoint_keeps_its_codes(engine, other_engine, checkpoints,
         ({"weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
         ({"weight_block_size": None}, "per-tensor FP8"),
         ({"quant_method": "gptq"}, "quantized with 'gptq'"),
+        ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, "quantized with 'mxfp8'"),
+        ({"quant_method": "modelopt_mxfp8"}, "quantized with 'modelopt_mxfp8'"),
         ({"activation_scheme": "static"}, "activation_scheme 'static'"),
     ],
 )
@@ -121,9 +124,10 @@ def test_dummy_weights_are_valid_and_refit(engine, other_engine, checkpoints):
     assert dummy.greedy(PROMPTS) == engine.greedy(PROMPTS)
 
 
-def test_pinned_layers_stay_in_the_models_dtype_and_refit(engine, other_engine, checkpoints):
-    recipe = Recipe.from_dict({"pins": {"layers": [-1], "kinds": ["down_proj"]}})
-    pinned = other_engine(checkpoints["b"], recipe)
+def test_pinned_layers_stay_in_the_models_dtype_and_refit(engine, shared_engine, checkpoints):
+    pinned = shared_engine("pins")
+    weights = {name: load_tensors(checkpoints[name]) for name in "ab"}
+    refit(pinned.llm, weights["b"].items(), expect_kv_scales=False)
     kinds = methods(pinned)
     last = {name for name in kinds if f"layers.{LAYERS - 1}." in name or "down_proj" in name}
     assert last
@@ -131,7 +135,6 @@ def test_pinned_layers_stay_in_the_models_dtype_and_refit(engine, other_engine, 
     assert all(kinds[name] is Fp8RLLinearMethod for name in kinds.keys() - last)
     before = pinned.pointers()
     fresh = pinned.greedy(PROMPTS)
-    weights = {name: load_tensors(checkpoints[name]) for name in "ab"}
     refit(pinned.llm, weights["a"].items(), expect_kv_scales=False)
     live = pinned.model.get_submodule(f"model.layers.{LAYERS - 1}.mlp.gate_up_proj").weight
     gate_up = [f"model.layers.{LAYERS - 1}.mlp.{part}_proj.weight" for part in ("gate", "up")]
@@ -393,26 +396,14 @@ def test_a_recipe_that_the_model_s_config_loses(method):
 
 
 @pytest.mark.parametrize(
-    "missing",
-    [
-        "model.layers.0.mlp.up_proj.weight",
-        "model.layers.1.mlp.up_proj.weight",  # pinned
-        "lm_head.weight",
-        "model.embed_tokens.weight",
-        "model.norm.weight",
-        "model.layers.1.self_attn.k_norm.weight",
-    ],
-)
-def test_checkpoint_without_a_weight(other_engine, checkpoints, tmp_path, missing):
-    """vLLM itself would serve uninitialised memory: it checks unquantized models only."""
-    path = without(checkpoints["a"], tmp_path, missing)
-    with pytest.raises(CheckpointError, match=f"lacks 1 of the model's tensors.*'{missing}'"):
-        other_engine(path, Recipe.from_dict({"pins": {"last": 1}}))
-
-
-@pytest.mark.parametrize(
     ("kind", "missing"),
     [
+        ("dense", "model.layers.0.mlp.up_proj.weight"),
+        ("dense", "model.layers.1.mlp.up_proj.weight"),  # pinned
+        ("dense", "lm_head.weight"),
+        ("dense", "model.embed_tokens.weight"),
+        ("dense", "model.norm.weight"),
+        ("dense", "model.layers.1.self_attn.k_norm.weight"),
         ("mla", "model.layers.1.mlp.gate.e_score_correction_bias"),
         ("mla", "model.layers.1.mlp.gate.weight"),
         ("mla", "model.layers.1.mlp.experts.3.up_proj.weight"),
@@ -426,20 +417,24 @@ def test_checkpoint_without_a_weight(other_engine, checkpoints, tmp_path, missin
         ("qwen35 tied", "model.embed_tokens.weight"),
     ],
 )
-def test_checkpoint_of_a_family_without_a_tensor(moe_engine, tmp_path, kind, missing):
-    """Each kind of tensor beside the FP8 layers; a tied output projection has the embedding's."""
-    tied = kind.endswith("tied")
-    if kind == "mla":
+def test_a_checkpoint_without_a_tensor(moe_engine, checkpoints, tmp_path, kind, missing):
+    """vLLM itself would serve uninitialised memory: it checks unquantized models only. Each kind of
+    tensor beside the FP8 layers; a tied output projection has the embedding's."""
+    recipe = Recipe(kv_cache=KVCache(dtype="auto"))
+    if kind == "dense":
+        source, recipe = checkpoints["a"], Recipe.from_dict({"pins": {"last": 1}})
+    elif kind == "mla":
         require_cpu_router()  # by name of the backend: vLLM has CPU_MLA from 0.28 on
         source = make_mla_checkpoint(tmp_path / "whole", 0, num_hidden_layers=2)
     elif kind == "qwen2":
         source = make_family_checkpoint(tmp_path / "whole", 0, kind, head_dim=64)
     else:
+        tied = kind.endswith("tied")
         source = make_qwen35_checkpoint(tmp_path / "whole", 0, tie_word_embeddings=tied)
     path = without(source, tmp_path / "part", missing)
     arguments = ON_A_CPU if kind == "mla" else {}
     with pytest.raises(CheckpointError, match=f"lacks 1 of the model's tensors.*'{missing}'"):
-        moe_engine(path, Recipe(kv_cache=KVCache(dtype="auto")), dtype="bfloat16", **arguments)
+        moe_engine(path, recipe, dtype="bfloat16", **arguments)
 
 
 def without(source: Path, target: Path, missing: str) -> Path:
@@ -472,6 +467,16 @@ def without(source: Path, target: Path, missing: str) -> Path:
         ({}, {"kv_cache_dtype": "fp8_e5m2"}, RecipeError, "kv_cache_dtype 'fp8_e5m2'"),
         ({}, {"hf_overrides": {"num_experts": 8}}, UnsupportedError, "an MoE model"),
         ({}, {"hf_overrides": {"head_dim": 40}}, UnsupportedError, "Head size 40 has no attention"),
+        *(
+            (
+                {},
+                {"kv_cache_dtype_skip_layers": [skipped]},
+                UnsupportedError,
+                rf"skip_layers=\['{skipped}'\].* leave it empty",
+            )
+            for skipped in ("1", "sliding_window")
+        ),
+        ({}, LORA, UnsupportedError, "enable_lora needs the weights of a checkpoint"),
     ],
 )
 def test_an_engine_that_cannot_work_does_not_start(

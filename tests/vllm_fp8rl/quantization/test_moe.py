@@ -36,7 +36,6 @@ from vllm_fp8rl.refit import drop_requests, refit
 from vllm_fp8rl.refit.inventory import Inventory
 from vllm_fp8rl.state import RankState, state_of
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
-from vllm_fp8rl.testing.tiny import make_moe_checkpoint
 
 RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
 PINNED = Recipe(kv_cache=KVCache(dtype="auto"), pins=Pins(kinds=("experts",)))
@@ -48,12 +47,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("moe")
-    return {
-        name: make_moe_checkpoint(root / name, seed, moe_intermediate_size=WIDTH)
-        for seed, name in enumerate("ab")
-    }
+def paths(expert_checkpoints: dict[str, Path]) -> dict[str, Path]:
+    return expert_checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +62,8 @@ def b(paths: dict[str, Path]) -> Tensors:
 
 
 @pytest.fixture(scope="module")
-def started(moe_engine, paths: dict[str, Path]) -> Engine:
-    return moe_engine(paths["a"], RECIPE)
+def started(moe_engine, shared_engine) -> Engine:
+    return shared_engine("experts")
 
 
 @pytest.fixture
@@ -248,8 +243,11 @@ def test_dummy_weights_then_a_refit(moe_engine, paths, tokens, b: Tensors) -> No
     assert engine.greedy(SHORT) == tokens["b"]
 
 
-def test_pinned_experts_are_refitted_too(moe_engine, paths, a: Tensors, b: Tensors) -> None:
-    engine = moe_engine(paths["b"], PINNED)
+def test_pinned_experts_are_refitted_too(
+    moe_engine, shared_engine, paths, a: Tensors, b: Tensors
+) -> None:
+    engine = shared_engine("experts in BF16")
+    give(engine, b)
     assert experts_of(engine).w13_weight.dtype == torch.float32
     before = engine.pointers()
     said = [engine.greedy(SHORT)]
@@ -395,10 +393,10 @@ def test_models_and_ranks_that_are_not_served() -> None:
         check_widths(config(moe_intermediate_size=97), 4, expert_parallel=False)
 
 
-@pytest.mark.parametrize("recipe", [RECIPE, PINNED], ids=["fp8", "pinned"])
-def test_fused_experts_of_another_number(moe_engine, paths, a, b, recipe):
+@pytest.mark.parametrize("kind", ["experts", "experts in BF16"])
+def test_fused_experts_of_another_number(moe_engine, shared_engine, a, b, kind):
     """Too few would write some of them; the first ones of too many would be taken."""
-    engine = moe_engine(paths["a"], recipe)
+    engine = shared_engine(kind)
     before = bytes_of(engine)
     for leaf in ("gate_up_proj", "down_proj"):
         whole = fused(b)[f"{LAYER}.{leaf}"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,37 +12,26 @@ import torch
 import vllm
 from packaging.version import Version
 from vllm import SamplingParams
-from vllm.distributed import parallel_state
 
 from fp8rl import Recipe
-from fp8rl.recipe import KVCache, Pins
+from fp8rl.recipe import KVCache
 from support.engine import Engine, load_tensors
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.hf_reference import load_reference
 from vllm_fp8rl.testing.routes import RouteRecorder
-from vllm_fp8rl.testing.tiny import make_moe_checkpoint
 
 pytestmark = pytest.mark.usefixtures("experts_on_a_cpu")
 
 LAYERS, EXPERTS, TOPK = 2, 6, 2
 PROMPT, TOKENS = list(range(20, 60)), 8
 FP8 = Recipe(kv_cache=KVCache(dtype="auto"))
-BF16 = Recipe(kv_cache=KVCache(dtype="auto"), pins=Pins(kinds=("experts",)))
 RETURNED = Version(vllm.__version__) < Version("0.31")
 """From 0.31 on vLLM returns routes by a model runner that needs Triton."""
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("routes")
-    return [make_moe_checkpoint(root / name, seed) for seed, name in enumerate("ab")]
-
-
-@pytest.fixture
-def start(other_engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
-    """``other_engine`` for a model with experts, as in test_moe.py."""
-    monkeypatch.setattr(parallel_state, "_EP", parallel_state.get_tp_group())
-    yield other_engine
+def paths(expert_checkpoints: dict[str, Path]) -> list[Path]:
+    return list(expert_checkpoints.values())
 
 
 def generate(engine: Engine) -> tuple[list[int], Any]:
@@ -67,11 +56,11 @@ def chosen_by_the_gates(engine: Engine, run: Callable[[], Any]) -> torch.Tensor:
     return torch.stack(rows, dim=1).sort(dim=-1).values
 
 
-@pytest.mark.parametrize("recipe", [FP8, BF16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("kind", ["experts", "experts in BF16"])
 def test_the_router_is_seen_before_and_after_a_refit(
-    start, paths: list[Path], recipe: Recipe
+    moe_engine, shared_engine, paths: list[Path], kind: str
 ) -> None:
-    engine = start(paths[0], recipe)
+    engine = shared_engine(kind)
     recorder = RouteRecorder(engine.model)
     routes = []
     for path in (*paths, paths[0]):
@@ -86,8 +75,8 @@ def test_the_router_is_seen_before_and_after_a_refit(
 
 
 @pytest.mark.skipif(not RETURNED, reason="vLLM 0.31 and later return routes only with Triton")
-def test_vllm_returns_the_routes_of_each_request(start, paths: list[Path]) -> None:
-    engine = start(paths[0], FP8, enable_return_routed_experts=True)
+def test_vllm_returns_the_routes_of_each_request(moe_engine, paths: list[Path]) -> None:
+    engine = moe_engine(paths[0], FP8, enable_return_routed_experts=True)
     routes = []
     for path in (*paths, paths[0]):
         refit(engine.llm, load_tensors(path).items(), expect_kv_scales=False)
@@ -102,9 +91,9 @@ def test_vllm_returns_the_routes_of_each_request(start, paths: list[Path]) -> No
     assert torch.equal(routes[0], routes[2])
 
 
-def test_routes_are_those_of_the_quantized_model(start, paths: list[Path]) -> None:
+def test_routes_are_those_of_the_quantized_model(moe_engine, shared_engine, paths) -> None:
     """Transformers, with the weights and activations that the recipe quantizes."""
-    engine = start(paths[0], FP8)
+    engine = shared_engine("experts")
     recorder = RouteRecorder(engine.model)
     tokens, _ = generate(engine)
     found = recorder.take().sort(dim=-1).values

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from fp8rl import Recipe
 from fp8rl.kv_scales import scale_name
-from fp8rl.recipe import KVCache, Pins
 from support.engine import Engine
 
 pytest.importorskip("vllm")
@@ -114,17 +113,16 @@ def test_a_new_scale_takes_effect_in_the_next_step(
     assert not before.within(floor, FACTOR), (before, floor)
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(Recipe(kv_cache=KVCache(dtype="auto")), id="fp8 linears alone"),
-        pytest.param(Recipe(rollout=False), id="fp8 cache alone"),
-        pytest.param(Recipe(pins=Pins(layers=(-1,), kinds=("down_proj",))), id="pins"),
-    ],
-)
-def test_other_recipes(recipe: Recipe, checkpoints: dict[str, Path], other_engine) -> None:
+@pytest.mark.parametrize("kind", ["plain cache", "fp8 cache alone", "pins"])
+def test_other_recipes(
+    kind: str, checkpoints: dict[str, Path], other_engine, shared_engine
+) -> None:
     path = checkpoints["b"]
-    engine = other_engine(checkpoints["a"], recipe)
+    if kind == "fp8 cache alone":
+        engine = other_engine(checkpoints["a"], Recipe(rollout=False))
+    else:
+        engine = shared_engine(kind)
+    recipe = engine.recipe
     scales = refit(engine, path)
     actual, floor = vllm_logprobs(engine), floor_of(engine, path, scales)
     expected = load_reference(path, recipe, kv_scales=scales).many(PROMPTS)

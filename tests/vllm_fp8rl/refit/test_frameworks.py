@@ -29,7 +29,6 @@ from vllm_fp8rl.refit.worker import has_refit_methods
 EXAMPLES = Path(__file__).parents[3] / "examples"
 DOC = (EXAMPLES.parent / "docs" / "vllm.md").read_text(encoding="utf-8")
 pytestmark = pytest.mark.usefixtures("restored")
-UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def doc_block(heading: str) -> str:
@@ -236,6 +235,7 @@ def test_doc_names_what_there_is():
         assert (EXAMPLES.parent / "".join(file)).is_file(), file
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_push_to_an_engine_with_processes_of_its_own(
     other_engine, checkpoints, example, monkeypatch

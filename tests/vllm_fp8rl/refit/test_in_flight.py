@@ -4,7 +4,7 @@ What has been generated lies in the KV cache as keys and values of the old weigh
 scales of that time. As long as no scale changes, requests can go on with them; with new scales the
 codes stand for other values. ``refit_async`` (test_asynchronous.py) and the workers of NeMo RL
 (tests/nemo_rl_ext/workers/test_in_flight.py) do by themselves what is done by hand here;
-``refit`` takes an idle engine only (test_interrupts.py).
+``refit`` takes an idle engine only (test_at_once.py).
 """
 
 from __future__ import annotations

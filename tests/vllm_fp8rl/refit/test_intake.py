@@ -87,13 +87,6 @@ def test_one_number_in_the_same_memory_again_and_again():
         steady([("a", gone)])
 
 
-def test_memory_that_is_gone():
-    tensor = torch.ones(8)
-    tensor.untyped_storage().resize_(0)
-    with pytest.raises(RefitError, match="The memory of 'a' was freed before it was read"):
-        steady([("a", tensor)])
-
-
 def test_tensors_without_a_count_of_writes():
     with torch.inference_mode():
         made = torch.ones(4)

@@ -24,6 +24,8 @@ from vllm_fp8rl.testing.tiny import (
     make_qwen35_checkpoint,
 )
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("tp_moe.py")
 # Whole blocks on each rank: the same codes as on one.
 QWEN35 = {"experts": True, "vision": True, "shared_expert_intermediate_size": 256}

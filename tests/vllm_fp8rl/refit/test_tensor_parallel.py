@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,35 +19,59 @@ from vllm_fp8rl.testing.hf_reference import observed_kv_scales
 SCRIPT = Path(__file__).with_name("tp_refit.py")
 
 
-@pytest.mark.timeout(600)
-def test_two_ranks(tmp_path):
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("two-ranks")
     # 328 columns of gate and up make 164 a rank: their boundary lies within a block.
     for seed, name in enumerate("ab"):
-        make_checkpoint(tmp_path / name, 40 + seed, intermediate_size=328)
-    found = answer(run_forked(SCRIPT, tmp_path, timeout=540))
+        make_checkpoint(root / name, 40 + seed, intermediate_size=328)
+    return root
+
+
+@pytest.fixture(scope="module")
+def found(root: Path) -> dict[str, Any]:
+    """What one engine over two ranks said, in the order of the script."""
+    return answer(run_forked(SCRIPT, root, timeout=540))
+
+
+def test_each_rank_has_its_codes_through_refits_in_place(found, root):
     assert found["codes"] is True
     assert found["there_and_back"] is True
-    assert found["recovered"] is True
     assert found["pointers"] is True
+    assert found["tensors"] == len(load_tensors(root / "a")) + 4
+
+
+def test_files_must_be_the_same_on_every_rank(found):
     files, missing, serves = found["different files"]
     assert "'model.safetensors' is not the same for rank 1 as for rank 0" in files
     assert "'here' cannot be read (No such file or directory)" in missing
     assert serves is True
-    codes = found["codes of gate"]
-    assert codes.startswith("RefitError: 'model.layers.0.mlp.gate_proj.weight")
+
+
+def test_codes_whose_blocks_the_ranks_share_are_refused(found):
+    assert found["codes of gate"].startswith("RefitError: 'model.layers.0.mlp.gate_proj.weight")
+
+
+def test_kv_scales_are_those_of_all_heads(found, root):
     assert found["lacks scales"] == [True, False]
     assert found["held"] == [found["calibrated"]] * 2
     assert found["calibrated_by_functions"] == found["calibrated"]
-    for name, value in observed_kv_scales(tmp_path / "a", Recipe(), PROMPTS).items():
+    for name, value in observed_kv_scales(root / "a", Recipe(), PROMPTS).items():
         # Each rank sees half of the heads; transformers keeps K and V of layer 0 as they are.
         tolerance = 1e-3 if ".layers.0." in name else 0.05
         assert found["calibrated"][name] == pytest.approx(value, rel=tolerance), name
     assert found["scaled_back"] is True
-    assert found["tensors"] == len(load_tensors(tmp_path / "a")) + 4
+
+
+def test_a_fault_on_any_rank_closes_the_engine_until_a_complete_refit(found):
     nan, refused, zero = found["errors"]
     assert nan.startswith("RefitError: 'model.layers.1.mlp.up_proj.weight' has NaN")
     assert refused.startswith("RefitError: The weights are half-updated")
     assert zero.startswith("ScaleError: KV scale 'model.layers.0.self_attn.k_scale' is 0")
+    assert found["recovered"] is True
+
+
+def test_a_killed_rank_is_an_error_not_a_wait(found):
     killed, refused = found["killed"]
     assert "failed on a worker" in killed and killed.endswith("died, restart the engine.")
     assert refused.startswith("RefitError: The weights are half-updated")

@@ -1,71 +1,30 @@
-"""Ctrl-C, once and twice, at any point of a refit or a calibration, and two changes at once.
+"""Two changes of one engine at once: the second is refused and does the first no harm.
 
-Afterwards the engine serves the old or the new weights and KV scales as a whole, or refuses, and
-the next change works at once.
+Ctrl-C at any point of each change: ``tests/fuzz/test_any_interrupt.py``.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
-import vllm_fp8rl
 from fp8rl.errors import Fp8RLError, RefitError
 
 pytest.importorskip("vllm")
-from support.engine import KV_SCALE, SCALES, VOCAB, Engine, load_tensors
-from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
-from vllm_fp8rl.kv_observer import ObservedImpl
-from vllm_fp8rl.kv_scales import fp8_layers
+from support.engine import SCALES, VOCAB, Engine, load_tensors
+from vllm_fp8rl.calibration import calibrate_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
 from vllm_fp8rl.refit.client import Workers
 from vllm_fp8rl.refit.worker import STEPS, read_answer
 
 PROMPTS = [[(31 * i + 7 * j) % (VOCAB - 5) + 5 for j in range(20 + 9 * i)] for i in range(3)]
 pytestmark = pytest.mark.usefixtures("restored")
-OURS = str(Path(vllm_fp8rl.__file__).parent)
-
-
-@contextmanager
-def interrupts(*places: int) -> Iterator[Callable[[], int]]:
-    """Raise KeyboardInterrupt at these calls, counted from 1, of functions of this package.
-
-    Yields:
-        How many calls there have been.
-    """
-    count, left = 0, list(places)
-
-    def raising(watched: int) -> Callable[[FrameType, str, object], None]:
-        def called(frame: FrameType, event: str, argument: object) -> None:
-            nonlocal count
-            if event != "call" or not frame.f_code.co_filename.startswith(OURS):
-                return
-            if watched == len(places) - len(left):
-                count += 1
-                if left and count >= left[0]:
-                    left.pop(0)
-                    raise KeyboardInterrupt
-
-        return called
-
-    # Python takes a function away that raises, so there is one for each of two interrupts.
-    before = sys.gettrace()
-    sys.settrace(raising(0))
-    sys.setprofile(raising(1))
-    try:
-        yield lambda: count
-    finally:
-        sys.settrace(before)
-        sys.setprofile(None)
 
 
 @pytest.fixture(scope="module")
@@ -80,56 +39,6 @@ def served(engine: Engine) -> list[list[int]] | None:
     except Fp8RLError:
         drop_requests(engine.llm)
         return None
-
-
-def places(total: int, number: int) -> list[tuple[int, ...]]:
-    """Where to interrupt once and where twice, all over ``total`` calls."""
-    once = [1 + round(i * (total - 2) / (number - 1)) for i in range(number)]
-    return [(at,) for at in once] + [(at, at + gap) for at in once for gap in (1, 3, 7)]
-
-
-def test_an_interrupted_calibration_leaves_no_other_scales_in_service(engine: Engine) -> None:
-    """Fails where provisional scales are written as if they had been loaded."""
-    before = served(engine)
-    scales = engine.kv_scales()
-    calibrate_kv_scales(engine.llm, PROMPTS)  # the first one does a little more
-    with interrupts() as calls:
-        found = calibrate_kv_scales(engine.llm, PROMPTS)
-        total = calls()
-    send_kv_scales(engine.llm, dict.fromkeys(SCALES, KV_SCALE))
-    refused = 0
-    for at in places(total, 8):
-        with pytest.raises(KeyboardInterrupt), interrupts(*at):
-            calibrate_kv_scales(engine.llm, PROMPTS)
-        tokens = served(engine)
-        refused += tokens is None
-        if engine.kv_scales() == scales:
-            assert tokens in (before, None), at
-        elif tokens is not None:  # the end had been reached
-            assert found.items() <= engine.kv_scales().items(), at
-        assert calibrate_kv_scales(engine.llm, PROMPTS) == found, at
-        assert served(engine) is not None
-        send_kv_scales(engine.llm, dict.fromkeys(SCALES, KV_SCALE))
-    assert refused, "no interrupt came where the undoing is interrupted too"
-    assert served(engine) == before
-    assert not any(isinstance(layer.impl, ObservedImpl) for layer, _ in fp8_layers(engine.model))
-
-
-def test_an_interrupted_refit_serves_old_or_new_or_refuses(engine: Engine, weights: dict) -> None:
-    """Fails where a second Ctrl-C leaves the session open: "already under way"."""
-    old = served(engine)
-    with interrupts() as calls:
-        refit(engine.llm, weights["b"].items(), expect_kv_scales=True, batch_bytes=1 << 17)
-        total = calls()
-    new = served(engine)
-    assert old != new
-    for at in places(total, 6):
-        refit(engine.llm, weights["a"].items(), expect_kv_scales=True)
-        with pytest.raises(KeyboardInterrupt), interrupts(*at):
-            refit(engine.llm, weights["b"].items(), expect_kv_scales=True, batch_bytes=1 << 17)
-        assert served(engine) in (old, new, None), at
-        refit(engine.llm, weights["b"].items(), expect_kv_scales=True)
-        assert served(engine) == new, at
 
 
 def test_while_observing_the_engine_is_shut(engine: Engine) -> None:
@@ -252,24 +161,3 @@ def test_a_refit_refused_for_requests_in_flight_does_nothing(
         refit(engine.llm, weights["b"].items(), expect_kv_scales=True)
     assert calls == []
     assert vars(live)["add_request"] is own
-
-
-@pytest.mark.parametrize("kind", [list, iter])
-def test_an_interrupted_plain_load_serves_no_mixture(engine: Engine, weights: dict, kind) -> None:
-    """And leaves nothing behind on the parameters that vLLM's loader meets again."""
-
-    def load() -> None:
-        engine.model.load_weights(kind(weights["b"].items()))
-
-    old = served(engine)
-    with interrupts() as calls:
-        load()
-    new = served(engine)
-    assert old != new
-    for at in places(calls(), 8):
-        refit(engine.llm, weights["a"].items(), expect_kv_scales=True)
-        with interrupts(*at), suppress(KeyboardInterrupt):
-            load()
-        assert served(engine) in (None, old, new), at
-        load()
-        assert served(engine) == new, at

@@ -1,6 +1,6 @@
 """Log-probabilities of chosen words and their gradient in one pass each, against float64.
 
-Needs a CUDA GPU; with ``TRITON_INTERPRET=1`` and triton installed it runs on the CPU instead.
+By Triton's kernel alone (see ``support/devices.py``).
 """
 
 from __future__ import annotations

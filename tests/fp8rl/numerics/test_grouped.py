@@ -1,0 +1,163 @@
+"""Rows of many experts: codes of each as if it were alone, and where its tiles lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8rl.numerics import (
+    Addresses,
+    ExpertRows,
+    GroupedColumns,
+    GroupedRows,
+    LastExpertRows,
+    Quantized,
+    place_boundaries,
+    quantize_grouped,
+    reference,
+    row_alignment,
+)
+from support.devices import assert_same
+from support.shapes import FORMATS, SPLITS
+
+CPU = torch.device("cpu")
+runs = st.lists(st.integers(0, 150), min_size=1, max_size=4)
+orders = st.randoms(use_true_random=False)
+quick = settings(max_examples=25, deadline=None)
+
+
+def check(
+    rows: GroupedRows, columns: GroupedColumns | None, x: torch.Tensor, scale_format: str
+) -> None:
+    """Codes and scales of every expert, and of its rows that come once more in a tile of one."""
+    expert_rows = rows.expert_rows
+    for expert, run in enumerate(x.split(list(expert_rows.splits))):
+        alone = reference.quantize_operand(run, scale_format, True, True)
+        assert_same(rows.of(expert), alone.rowwise)
+        if columns is not None and expert in expert_rows.order:
+            assert_same(columns.at(expert_rows.order.index(expert)), alone.columnwise)
+    for _, start, n, place in expert_rows.boundaries:
+        one, other = (
+            Quantized(rows.codes[at : at + n], rows.scale_inv[at : at + n]) for at in (start, place)
+        )
+        assert_same(one, other)
+
+
+@quick
+@given(runs, orders, st.sampled_from(FORMATS))
+def test_any_experts_in_any_order(splits, random, scale_format):
+    torch.manual_seed(sum(splits))
+    x = torch.randn(sum(splits), 200, dtype=torch.bfloat16)
+    order = random.sample(range(len(splits)), random.randint(0, len(splits)))
+    expert_rows = ExpertRows(splits, row_alignment(CPU), order)
+    rows, columns = quantize_grouped(x, expert_rows, scale_format)
+    check(rows, columns, x, scale_format)
+    assert expert_rows.rows == len(x) and torch.equal(place_boundaries(x, expert_rows), x)
+    assert quantize_grouped(x, expert_rows, rowwise=False, columnwise=False) == (None, None)
+
+
+@pytest.mark.parametrize("order", [None, "backwards"])
+@pytest.mark.parametrize("cols", [256, 200])
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_each_expert_has_the_codes_it_would_have_alone(device, splits, cols, order, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(sum(splits), cols).mul(torch.rand(cols).mul(6).exp()).to(dtype)
+    x[0, 3] = torch.inf
+    left_out = [e for e in reversed(range(len(splits))) if e != 1] if order else None
+    kernels = device.module("grouped")
+    expert_rows = ExpertRows(splits, kernels.ALIGNMENT, left_out)
+    there = x.to(device.at)
+    check(*kernels.quantize_grouped(there, expert_rows, "fp32", True, True), x, "fp32")
+    check(*kernels.quantize_grouped(there, expert_rows, "pow2", True, False), x, "pow2")
+    y = torch.randn(expert_rows.rows, cols, device=device.at)
+    expected = y.clone()
+    reference.place_boundaries(expected, expert_rows)
+    placed = place_boundaries(y, expert_rows)
+    assert torch.equal(placed, expected[: sum(splits)])
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (200, 130)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_stack_has_the_codes_of_each_weight(device, shape, dtype):
+    torch.manual_seed(0)
+    weights = [torch.randn(shape).to(dtype) for _ in range(3)]
+    weights[1][5, 7] = torch.nan
+    alone = [reference.quantize_weight(w, "fp32", True, True) for w in weights]
+    known, there = Addresses(), [w.to(device.at, copy=True) for w in weights]
+    moved = [w.clone() for w in there]
+    for at in (there, there, moved):
+        for w in (w for w in there if at is moved):
+            w.zero_()  # an old address would show
+        made = device.module("grouped").quantize_weights(at, "fp32", True, True, known)
+        for expert, operand in enumerate(alone):
+            for got, side in zip(made, operand, strict=True):
+                assert_same(Quantized(got.codes[expert], got.scale_inv[expert]), side)
+
+
+def test_tiles_tell_where_rows_come_from_and_go_to():
+    expert_rows = ExpertRows((130, 0, 5, 256), 128, (3, 0))
+    assert expert_rows.sizes == (256, 0, 128, 256) and expert_rows.starts == (0, 130, 130, 135)
+    assert expert_rows.column_starts == (0, 256, 512)
+    assert expert_rows.boundaries == ((2, 130, 5, 512), (3, 135, 121, 640))
+    assert (expert_rows.tokens, expert_rows.first_boundary, expert_rows.rows) == (391, 512, 768)
+    assert expert_rows.table(CPU).tolist() == [
+        # source row, rows, row to write, first tile in columnwise memory, tiles there, number
+        [0, 128, 0, 2, 2, 0],
+        [128, 2, 128, 2, 2, 1],
+        [130, 5, 130, 0, 0, 0],
+        [135, 128, 135, 0, 2, 0],
+        [263, 128, 263, 0, 2, 1],
+        [130, 5, 512, 0, 0, 0],
+        [135, 121, 640, 0, 0, 0],
+    ]
+    owners = [0, 0, 3, 3, 2, 3]
+    assert expert_rows.experts(CPU).tolist() == [e for e in owners for _ in range(128)]
+    assert expert_rows.column_sizes_on(CPU).tolist() == [256, 256]
+
+
+@quick
+@given(st.lists(st.sampled_from([0, 1, 5, 127, 128, 129, 256, 300]), min_size=1, max_size=9))
+def test_a_product_by_tiles_is_that_of_each_expert(splits):
+    """Each tile is multiplied by one expert's number, then boundary tiles go to their places."""
+    expert_rows = ExpertRows(splits, 128)
+    source = torch.arange(1.0, sum(splits) + 1)[:, None]
+    operand = torch.full((expert_rows.rows, 1), torch.nan)
+    for first, rows, place, *_ in expert_rows.table(CPU).tolist():
+        operand[place : place + rows] = source[first : first + rows]
+    owners = expert_rows.experts(CPU)
+    assert len(owners) == expert_rows.rows and owners.is_contiguous()
+    assert all(tile.unique().numel() == 1 for tile in owners.view(-1, 128))
+    y = place_boundaries(operand * (owners[:, None] + 1), expert_rows)
+    runs = source.split(splits)
+    assert torch.equal(y, torch.cat([run * (e + 1) for e, run in enumerate(runs)]))
+    assert not y._is_view()  # autograd lets nobody change a view of a custom function in place
+
+
+def test_linears_of_a_layer_share_their_rows():
+    last = LastExpertRows()
+    rows = last.of([3, 0, 5], 128, [2, 0])
+    assert (rows.splits, rows.order) == ((3, 0, 5), (2, 0))
+    assert last.of((3, 0, 5), 128, (2, 0)) is rows
+    for other in (((3, 1, 4), 128, (2, 0)), ((3, 1, 4), 1, (2, 0)), ((3, 1, 4), 1, (0, 1, 2))):
+        found = last.of(*other)
+        assert (found.splits, found.alignment, found.order) == other
+
+
+def test_rows_are_not_shared_between_streams():
+    """Nothing would order the copy of a table on one stream before its kernels on another."""
+    last, key = LastExpertRows(), ((3, 0, 5), 128, (2, 0))
+    rows = last.of(*key, stream=7)
+    assert last.of(*key, stream=7) is rows
+    others = [last.of(*key, stream=stream) for stream in (8, 7)]
+    assert rows not in others and others[0] is not others[1]
+
+
+def test_addresses_are_copied_when_they_have_changed():
+    known = Addresses()
+    table = known.on_device([5, 2**40], CPU, 0)
+    assert table.tolist() == [5, 2**40] and known.on_device([5, 2**40], CPU, 0) is table
+    assert known.on_device([5, 7], CPU, 0).tolist() == [5, 7]
+    assert known.on_device([5, 7], CPU, 1) is not known.on_device([5, 7], CPU, 0)
