@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fp8rl.families import expert_count, known_family, language_config
+from fp8rl.models.spec import ModelSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES, TABLES = ROOT / "benchmarks" / "shapes", ROOT / "vllm_fp8rl" / "kernels" / "expert_tiles"
@@ -113,8 +113,8 @@ def tables(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         file = SHAPES / f"{model}.json"
         if not file.is_file():
             continue
-        shape = language_config(json.loads(file.read_text(encoding="utf-8")))
-        experts, width = expert_count(known_family(shape), shape), shape["moe_intermediate_size"]
+        spec = ModelSpec.of(json.loads(file.read_text(encoding="utf-8")))
+        experts, width = spec.experts, spec.numbers["moe_intermediate_size"]
         name = f"E={experts},N={width},device_name={gpu},dtype=fp8_w8a8,block_shape=[128,128].json"
         yield name, text(choose(rows), results["versions"]["triton"])
 

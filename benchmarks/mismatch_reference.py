@@ -92,7 +92,7 @@ class Reference:
         device: str,
         prompt: int,
     ) -> None:
-        from fp8rl.families import module_names
+        from fp8rl.models.spec import ModelSpec
 
         config = _Config(json.loads((path / "config.json").read_text()))
         self.config, self.recipe, self.device, self.prompt = config, recipe, device, prompt
@@ -100,7 +100,7 @@ class Reference:
         weights = {n: t.to(device) for n, t in load_file(path / "model.safetensors").items()}
         self._plain: dict[str, torch.Tensor] = {}
         self._fp8: dict[str, torch.Tensor] = {}
-        policy = PinPolicy(recipe.pins, module_names(config))
+        policy = PinPolicy(recipe.pins, ModelSpec.of(config).names)
         for layer in range(config.num_hidden_layers):
             prefix = f"model.layers.{layer}"
             for fused, parts in _FUSED.items():

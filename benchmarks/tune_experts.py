@@ -52,7 +52,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe import (
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from fp8rl import Recipe
-from fp8rl.families import expert_count, known_family, language_config, value_of
+from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import BLOCK, FP8_DTYPE
 
 TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
@@ -94,12 +94,12 @@ class Experts:
     """
 
     def __init__(self, shape: Mapping[str, Any], ranks: int) -> None:
-        text = language_config(shape)
-        experts = expert_count(known_family(shape), text)
-        if experts is None:
+        spec = ModelSpec.of(shape)
+        if not spec.experts:
             raise SystemExit("this model has no experts")
-        self.count, self.chosen = experts, value_of(text, "num_experts_per_tok", 1)
-        self.hidden, self.width = text["hidden_size"], text["moe_intermediate_size"] // ranks
+        self.count, self.chosen = spec.experts, spec.value("num_experts_per_tok", 1)
+        numbers = spec.numbers
+        self.hidden, self.width = numbers["hidden_size"], numbers["moe_intermediate_size"] // ranks
         self.name = get_config_file_name(self.count, self.width, "fp8_w8a8", list(BLOCK))
 
     def allocate(self) -> None:

@@ -17,8 +17,8 @@ import torch
 import yaml
 
 from fp8rl import PluginManager, Recipe
-from fp8rl.families import module_names
-from fp8rl.sizes import Sizes
+from fp8rl.models.sizes import Sizes
+from fp8rl.models.spec import ModelSpec
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SMALL = {
@@ -68,9 +68,9 @@ def result(name: str, factor: float, *, shared: bool = False) -> dict[str, Any]:
 @pytest.mark.parametrize("size", ["1.7b", "4b", "8b", "30b-a3b-12l"])
 def test_shapes_are_those_of_qwen3(real: SimpleNamespace, size: str) -> None:
     shape = real.model.shape_of(size)
-    policy = PluginManager(discover=False).pin_policy(Recipe().pins, module_names(shape))
+    policy = PluginManager(discover=False).pin_policy(Recipe().pins, ModelSpec.of(shape).names)
     billions = {"1.7b": 1.72, "4b": 4.02, "8b": 8.19, "30b-a3b-12l": 8.10}[size]
-    assert Sizes.from_dict(shape, 1).elements(policy.report()) / 1e9 == pytest.approx(
+    assert Sizes(ModelSpec.of(shape), 1).elements(policy.report()) / 1e9 == pytest.approx(
         billions, abs=0.005
     )
 
@@ -133,9 +133,9 @@ def test_experts_are_written_one_by_one(real: SimpleNamespace, tmp_path: Path) -
     folder = real.model.make_model(tmp_path, shape | SMALL | experts)
     real.model.make_weights(folder)
     names = json.loads((folder / real.model.INDEX).read_text(encoding="utf-8"))["weight_map"]
-    assert {name for name in module_names(shape | SMALL | experts) if ".experts." in name} == {
-        name.removesuffix(".weight") for name in names if ".experts." in name
-    }
+    assert {
+        name for name in ModelSpec.of(shape | SMALL | experts).names if ".experts." in name
+    } == {name.removesuffix(".weight") for name in names if ".experts." in name}
     loaded, report = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, output_loading_info=True
     )

@@ -26,7 +26,7 @@ from nemo_rl_ext.config.keys import (
     kv_dtype,
     trainer_sends_kv_scales,
 )
-from nemo_rl_ext.config.model_pins import check_pins, model_config
+from nemo_rl_ext.config.model_pins import check_pins, model_config, model_spec
 from nemo_rl_ext.config.values import refuse_wrong_kinds
 from nemo_rl_ext.names import LOGGER
 
@@ -330,7 +330,7 @@ def prepare(config: Any, driver: drivers.Driver, require: Callable[[str], None])
     if keys is None:
         return None
     require(keys.places[0])
-    model = model_config(config.policy)
+    model = model_spec(model_config(config.policy), config.policy)
     notes = (*keys.notes, *check_pins(keys.recipe, keys.places[0], config.policy, model))
     recipe, block = keys.recipe, keys.recipe.to_dict()
     if f"{VLLM}.{BLOCK}" in keys.places:

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from fp8rl.errors import UnsupportedError
 from fp8rl.kernels import EXACT_MODELS, implementation, reference, require_fp8_linears
 from fp8rl.kernels.rotary_table import LLAMA3, cos_sin_table, inverse_frequencies
-from fp8rl.pinning import PinPolicy
+from fp8rl.models.pins import PinPolicy
 from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason
 
 _REMEDY = "or set exact to false in the recipe."

@@ -13,7 +13,7 @@ import torch
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.kernels import reference
-from fp8rl.pinning import PinPolicy
+from fp8rl.models.pins import PinPolicy
 
 EXACT_MODELS = ("llama", "qwen3", "qwen3_moe")
 """Model types whose layers have no place but those that both engines share."""
