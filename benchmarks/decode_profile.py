@@ -15,9 +15,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8rl.families import expert_count, known_family, language_config, value_of
+from fp8rl.models.sizes import Sizes
+from fp8rl.models.spec import ModelSpec
 from fp8rl.recipe import KVDtype
-from fp8rl.sizes import Sizes
 
 PARTS = {  # a kernel belongs to the first part with a pattern that is in its name
     "attention": (
@@ -106,10 +106,9 @@ def bounds(
         context: tokens of each in the cache.
         bandwidth: bytes a second.
     """
-    cached = Sizes.from_dict(shape, 1).kv_per_token(2, cache_of(variant))
-    text = language_config(shape)
-    experts = expert_count(known_family(shape), text) or 1
-    chosen = value_of(text, "num_experts_per_tok", 1) / experts
+    spec = ModelSpec.of(shape)
+    cached = Sizes(spec, 1).kv_per_token(2, cache_of(variant))
+    chosen = spec.value("num_experts_per_tok", 1) / (spec.experts or 1)
     flops = 2 * requests * (sizes["linears"][1] + chosen * sizes["experts"][1])
     return {
         "attention": requests * context * cached / bandwidth * 1e6,

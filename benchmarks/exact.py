@@ -359,10 +359,10 @@ def _te_model(shape: SimpleNamespace, **overrides: Any) -> Any:
     """A GPTModel on the GPU, of TransformerEngine's spec as NeMo RL builds it."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-    from fp8rl.families import expert_count, known_family
+    from fp8rl.models.spec import ModelSpec
     from megatron_fp8rl.testing.models import build_gpt
 
-    experts = expert_count(known_family(shape), shape) or None
+    experts = ModelSpec.of(shape).experts or None
     spec = get_gpt_layer_with_transformer_engine_spec(
         experts,
         moe_grouped_gemm=experts is not None,

@@ -11,9 +11,9 @@ from long_tasks import answer_length, prompt_length
 from nemo_rl_families import CACHES, RECIPE_FOLDER, cut_down
 from real_model import shape_of
 
-from fp8rl.families import expert_count, known_family
+from fp8rl.models.sizes import Sizes
+from fp8rl.models.spec import ModelSpec
 from fp8rl.recipe import KVDtype
-from fp8rl.sizes import Sizes
 
 BATCH = 128
 """Sequences of an optimizer step, in one micro-batch on each GPU."""
@@ -286,7 +286,7 @@ def real_size(
     megatron["defer_fp32_logits"] = True
     tight = size in TIGHT and gpus == 1
     megatron["activation_checkpointing"] = tight
-    if expert_count(known_family(shape), shape):
+    if ModelSpec.of(shape).experts:
         megatron["expert_model_parallel_size"] = gpus
     megatron["optimizer"] |= {
         "lr": REAL_LEARNING_RATE,
@@ -342,6 +342,6 @@ def cache_bytes(shape: Mapping[str, Any], prompts: int, sequences: int, dtype: K
         sequences: samples of all of them.
         dtype: of the cache.
     """
-    token = Sizes.from_dict(shape, 1).kv_per_token(2, dtype)
+    token = Sizes(ModelSpec.of(shape), 1).kv_per_token(2, dtype)
     tokens = prompts * TOKENS_IN + sequences * (TOKENS_OUT + 2 * KV_BLOCK)
     return int(token * tokens * CACHE_SLACK)

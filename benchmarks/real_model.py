@@ -26,7 +26,8 @@ from typing import Any
 
 from tiny_models import CHAT
 
-from fp8rl.families import FUSED, expert_count, known_family
+from fp8rl.models.families import FUSED
+from fp8rl.models.spec import ModelSpec
 
 SIZES = {
     "1.7b": ("qwen3_1.7b", None),
@@ -112,6 +113,7 @@ def make_weights(
     if (folder / INDEX).is_file():
         return
     config = AutoConfig.from_pretrained(folder)
+    spec = ModelSpec.of(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -127,7 +129,7 @@ def make_weights(
         if made.ndim == 1:
             made.fill_(1.0)
             return (made.log_normal_(0, 1, generator=generator) if heavy_tails else made).cpu()
-        made.normal_(0, STD if plain else deviation(name, config), generator=generator)
+        made.normal_(0, STD if plain else deviation(name, spec), generator=generator)
         if heavy_tails:
             squares = sum(
                 torch.empty_like(made).normal_(0, 1, generator=generator) ** 2 for _ in range(3)
@@ -146,7 +148,7 @@ def make_weights(
     (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
-def deviation(name: str, config: Any) -> float:
+def deviation(name: str, spec: ModelSpec) -> float:
     """Return the standard deviation of a matrix.
 
     In a model with experts the embedding has 1, and what adds to the residual stream is scaled down
@@ -154,14 +156,14 @@ def deviation(name: str, config: Any) -> float:
 
     Args:
         name: of its tensor in a checkpoint.
-        config: of transformers.
+        spec: the model.
     """
-    if not expert_count(known_family(config), config):
+    if not spec.experts:
         return STD
     if name.endswith("embed_tokens.weight"):
         return 1.0
     adds = name.endswith(("o_proj.weight", "down_proj.weight"))
-    return STD / math.sqrt(2 * config.num_hidden_layers) if adds else STD
+    return STD / math.sqrt(2 * len(spec.layers)) if adds else STD
 
 
 def of_checkpoint(name: str, size: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

@@ -105,7 +105,7 @@ def demo(
 def _check_recipe(recipe: Recipe, num_layers: int) -> None:
     """Raise what the engines would find wrong with a recipe, before the warm start."""
     from fp8rl import PluginManager
-    from fp8rl.families import dense_module_names
+    from fp8rl.models.spec import ModelSpec
 
     if recipe.kv_cache.dtype == "int8_per_token_head":
         raise OptionError(
@@ -113,7 +113,7 @@ def _check_recipe(recipe: Recipe, num_layers: int) -> None:
             "CPU; set it to fp8_e4m3 or auto."
         )
     plugins = PluginManager()
-    plugins.pin_policy(recipe.pins, dense_module_names(num_layers))
+    plugins.pin_policy(recipe.pins, ModelSpec.dense(num_layers).names)
     plugins.is_corrector(recipe.importance_sampling.corrector)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fp8rl.pinning import Pins
+from fp8rl.models.pins import Pins
 from fp8rl.recipe import KVCache, Positive, Recipe
 
 Precision = Literal["bf16", "fp8-rollout", "fp8"]

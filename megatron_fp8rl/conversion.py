@@ -24,9 +24,10 @@ from fp8rl.recipe import Pins
 from megatron_fp8rl import compat, exact, table
 from megatron_fp8rl.export import ModelChunks, in_wrapper, path_of_adapter, unwrap_chunks
 from megatron_fp8rl.export.layout import REPLICATED
+from megatron_fp8rl.hf_names import module_names
 from megatron_fp8rl.linear import FP8_CLASSES, Fp8Linear, Fp8Module, Fp8State, check_weight
 from megatron_fp8rl.router_replay import check_router_replay
-from megatron_fp8rl.sites import Site, module_names, sites, weights_of
+from megatron_fp8rl.sites import Site, sites, weights_of
 from megatron_fp8rl.swiglu import Fp8SwigluMLP, can_fuse
 from megatron_fp8rl.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
 
@@ -212,47 +213,42 @@ def convert(
                 )
     plugins = PluginManager() if plugins is None else plugins
     config = chunks[0].config
+    policy = plugins.pin_policy(recipe.pins, module_names(config, wrapped=wrapped))
     if not recipe.training:
-        names = module_names(config, wrapped=wrapped)
-        return Conversion(recipe, plugins.pin_policy(recipe.pins, names), chunks)
-    setup = prepare(
-        config,
-        recipe,
-        plugins=plugins,
-        gemm_backend=gemm_backend,
-        wrapped=wrapped,
-    )
+        return Conversion(recipe, policy, chunks)
+    setup = _setup(config, recipe, policy, plugins, gemm_backend, wrapped=wrapped)
     shared = exact.plan(chunks, setup) if recipe.exact else []
     adopt(setup, chunks, shared)
     (report or logger.info)(describe(setup))
-    return Conversion(recipe, setup.policy, chunks)
+    return Conversion(recipe, policy, chunks)
 
 
-def prepare(
-    config: Any,
-    recipe: Recipe,
-    *,
-    plugins: PluginManager | None = None,
-    gemm_backend: str | None = None,
-    more_pins: Pins | None = None,
-    wrapped: bool = False,
-) -> Setup:
+def prepare(config: Any, recipe: Recipe, more_pins: Pins | None = None) -> Setup:
     """Resolve pins and backends for a model of this config, for :func:`adopt`; change nothing.
 
     Args:
         config: ``TransformerConfig`` of the model.
         recipe: what runs in FP8.
-        plugins: as in :func:`convert`.
-        gemm_backend: as in :func:`convert`.
         more_pins: pins to join with the recipe's.
-        wrapped: the model is the language model of a multimodal one.
 
     Raises:
         As :func:`convert`.
     """
-    plugins = PluginManager() if plugins is None else plugins
-    pins = recipe.pins.merged(more_pins or Pins())
-    policy = plugins.pin_policy(pins, module_names(config, wrapped=wrapped))
+    plugins = PluginManager()
+    policy = plugins.pin_policy(recipe.pins.merged(more_pins or Pins()), module_names(config))
+    return _setup(config, recipe, policy, plugins)
+
+
+def _setup(
+    config: Any,
+    recipe: Recipe,
+    policy: PinPolicy,
+    plugins: PluginManager,
+    gemm_backend: str | None = None,
+    *,
+    wrapped: bool = False,
+) -> Setup:
+    """Check the model's config, and choose backends."""
     compat.check_forward_impl()
     _check_config(config)
     offered = plugins.gemm_backends()

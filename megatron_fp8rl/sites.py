@@ -1,15 +1,10 @@
-"""The linear layers of a Megatron-Core GPT, under the global names that pins and rollout use.
-
-Decoder layers are ``model.layers.N``, numbered over the whole model; experts have their global
-number; multi-token-prediction layers are ``mtp.layers.N``, apart from the decoder's, so that
-``layers: [-1]`` is the last decoder layer.
-"""
+"""The linear layers of a Megatron-Core GPT, under the global names that pins and rollout use."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,29 +13,17 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from fp8rl import PinPolicy
 from fp8rl.errors import PinError, UnsupportedError
-from fp8rl.families import (
-    DEEPSEEK_EXPERTS,
-    EXPERTS,
-    GATED_DELTA_NET,
-    LATENT_ATTENTION,
-    LLAMA,
-    QWEN3,
-    QWEN3_5,
-    Family,
-    layer_modules,
-)
 from megatron_fp8rl import compat
 from megatron_fp8rl.export.layout import (
     REPLICATED,
     ROW_PARALLEL,
     RowLayout,
     delta_net_layout,
-    experts_of,
     gate_up_layout,
     plain_layout,
     qkv_layout,
-    shared_expert_name,
 )
+from megatron_fp8rl.hf_names import STEM, WRAPPED_STEM, joint_name, shared_expert_name
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _LATENT = {
@@ -131,64 +114,6 @@ def weights_of(module: Any) -> list[torch.nn.Parameter]:
     return [module.weight]
 
 
-def module_names(config: Any, *, wrapped: bool = False) -> list[str]:
-    """List the HF names of all modules with weights in the whole model, in order.
-
-    Args:
-        config: the ``TransformerConfig`` of a GPTModel.
-        wrapped: it is the language model of a multimodal one.
-    """
-    family, values = family_of_gpt(config), _hf_values(config)
-    inner = [
-        [module.name for module in layer_modules(family, values, number)]
-        for number in range(config.num_layers)
-    ]
-    stem = _stem(wrapped)
-    names = [*(QWEN3_5.towers if wrapped else ()), f"{stem}embed_tokens"]
-    for number, leaves in enumerate(inner):
-        names += [f"{stem}layers.{number}.{leaf}" for leaf in leaves]
-    names += [f"{stem}norm", "lm_head"]
-    for number in range(config.mtp_num_layers or 0):  # made of the last decoder layer's spec
-        names.append(_joint_name(config, f"mtp.layers.{number}"))
-        names += [f"mtp.layers.{number}.{leaf}" for leaf in inner[-1]]
-    return names
-
-
-def _stem(wrapped: bool) -> str:
-    """What precedes the names of the language model; in all multimodal families it is the same."""
-    return QWEN3_5.wrapper if wrapped else "model."
-
-
-def family_of_gpt(config: Any) -> Family:
-    """Make up the family of a GPTModel from the table's blocks, by the switches of its config."""
-    dense = QWEN3 if config.qk_layernorm else LLAMA
-    attention = LATENT_ATTENTION if config.multi_latent_attention else dense.attention
-    mlp = LLAMA.mlp if config.gated_linear_unit else LLAMA.mlp[1:]
-    linear = GATED_DELTA_NET if any(compat.linear_attention_layers(config)) else None
-    return replace(
-        dense,
-        attention=attention,
-        linear_attention=linear,
-        mlp=mlp,
-        experts=experts_of(config),
-    )
-
-
-def _hf_values(config: Any) -> dict[str, Any]:
-    """Give the keys of a ``config.json`` that the names follow from."""
-    count = config.num_moe_experts
-    types = ["sparse" if is_moe else "dense" for is_moe in _moe_layers(config)]
-    linear = compat.linear_attention_layers(config)
-    return {
-        **dict.fromkeys((*EXPERTS.count, *DEEPSEEK_EXPERTS.count), count),
-        "n_shared_experts": 1,
-        "q_lora_rank": getattr(config, "q_lora_rank", None),
-        "shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
-        "mlp_layer_types": types,
-        "layer_types": ["linear_attention" if flag else "full_attention" for flag in linear],
-    }
-
-
 def sites(chunk: torch.nn.Module, *, wrapped: bool = False) -> Iterator[Site]:
     """Yield the linear modules of all transformer layers in a model chunk (or of one layer).
 
@@ -213,7 +138,7 @@ def sites(chunk: torch.nn.Module, *, wrapped: bool = False) -> Iterator[Site]:
         yield from found
         if id(layer) in mtp:
             mtp_path, parent = mtp[id(layer)]
-            name = _joint_name(layer.config, prefix)
+            name = joint_name(layer.config, prefix)
             yield _plain(parent.eh_proj, name, f"{mtp_path}.eh_proj")
 
 
@@ -228,26 +153,8 @@ def layer_name(layer: Any, *, wrapped: bool = False) -> str:
     decoder: int = layer.config.num_layers
     if number >= decoder:
         return f"mtp.layers.{number - decoder}"
-    stack = "mtp." if getattr(layer, "is_mtp_layer", False) else _stem(wrapped)
-    return f"{stack}layers.{number}"
-
-
-def _joint_name(config: Any, prefix: str) -> str:
-    """Name the linear that joins hidden states and embeddings before an MTP layer.
-
-    HF's name is for the only MTP layer of a model.
-    """
-    return "mtp.fc" if config.mtp_num_layers == 1 else f"{prefix}.eh_proj"
-
-
-def _moe_layers(config: Any) -> list[bool]:
-    """Tell for each decoder layer whether it has experts (models/gpt/gpt_layer_specs.py)."""
-    if config.num_moe_experts is None:
-        return [False] * config.num_layers
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [number % frequency == 0 for number in range(config.num_layers)]
-    return [bool(flag) for flag in frequency]
+    stack = WRAPPED_STEM if wrapped else STEM
+    return f"{'mtp.' if getattr(layer, 'is_mtp_layer', False) else stack}layers.{number}"
 
 
 def _in_layer(layer: Any, path: str, prefix: str) -> Iterator[Site]:

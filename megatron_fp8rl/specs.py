@@ -96,7 +96,7 @@ class SpecConverter:
                 "exact is served by convert(model, recipe) of a built model, not by a spec; "
                 "convert the model, or set exact to false in the recipe."
             )
-        setup = prepare(config, recipe, more_pins=Pins(names=("mtp.*",)) if unreached else None)
+        setup = prepare(config, recipe, Pins(names=("mtp.*",)) if unreached else None)
         text = describe(setup)
         if text not in self._reported:
             self._reported.add(text)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fp8rl import PinPolicy, Recipe, __version__
 from fp8rl.errors import CheckpointError
-from fp8rl.families import kind_of
+from fp8rl.models.families import kind_of
 
 FILE_NAME = "fp8rl_precision.json"
 _FORMAT = 1

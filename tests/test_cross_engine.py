@@ -22,11 +22,11 @@ from transformers import Qwen3MoeConfig
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError
-from fp8rl.families import module_names as rollout_names
+from fp8rl.models.spec import ModelSpec
 from fp8rl.recipe import Pins
 from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire
-from megatron_fp8rl.sites import module_names as trainer_names
+from megatron_fp8rl.hf_names import module_names as trainer_names
 from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
 from megatron_fp8rl.testing.models import build_gpt, transformer_config
 from support.processes import run_ranks
@@ -214,7 +214,7 @@ def test_a_mixture_has_one_table_in_both_engines(sparse_step):
     pins = Pins(layers=(-1,), first=1, names=("*.mlp.experts.*.down_proj",), kinds=("o_proj",))
     trainer, rollout = (
         PinPolicy(pins, names).report()
-        for names in (trainer_names(config), rollout_names(hf_config))
+        for names in (trainer_names(config), ModelSpec.of(hf_config).names)
     )
     assert trainer == rollout
     reasons = {row.reason for row in trainer if row.kind == "experts"}
@@ -230,7 +230,7 @@ def test_ignore_rules_of_a_router_do_not_catch_gate_proj():
         num_hidden_layers=3, num_experts=2, mlp_only_layers=[1], norm_topk_prob=True
     )
     with one_process():
-        vocabularies = (trainer_names(transformer_config(hf_config)), rollout_names(hf_config))
+        vocabularies = (trainer_names(transformer_config(hf_config)), ModelSpec.of(hf_config).names)
     naive = re.compile("mlp.gate.")
     gate_proj = "model.layers.1.mlp.gate_proj"
     for names in vocabularies:

@@ -22,8 +22,8 @@ from pydantic import BaseModel
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.cli import build_app
-from fp8rl.families import FAMILIES, Family
 from fp8rl.mismatch import MismatchMetrics
+from fp8rl.models.families import FAMILIES, Family
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss
 
@@ -108,11 +108,11 @@ def reference() -> str:
             "",
             "## Model families",
             "",
-            "The table in `plugins/fp8rl/families.py`; [extending.md](extending.md#add-a-model)",
-            "says how to add an entry. A model of another `model_type` is refused where rollouts",
-            "are to run in FP8. Embedding, output projection, norms, routers, convolutions and",
-            "vision towers are always in BF16; what is so by default is in FP8 where `pins.fp8`",
-            "names it.",
+            "The table in `plugins/fp8rl/models/families.py`;",
+            "[extending.md](extending.md#add-a-model) says how to add an entry. A model of another",
+            "`model_type` is refused where rollouts are to run in FP8. Embedding, output",
+            "projection, norms, routers, convolutions and vision towers are always in BF16; what",
+            "is so by default is in FP8 where `pins.fp8` names it.",
             "",
             *_table(
                 (

@@ -25,9 +25,9 @@ from fp8rl import Recipe
 from fp8rl.adapters import Diagnosis, Section
 from fp8rl.errors import Fp8RLError
 from fp8rl.listing import number_ranges
-from fp8rl.pinning import ALWAYS_BF16, PinRow
+from fp8rl.models.pins import ALWAYS_BF16, PinRow
+from fp8rl.models.sizes import GIB, Sizes, gib, mib
 from fp8rl.reading import explain
-from fp8rl.sizes import GIB, Sizes, gib, mib
 from vllm_fp8rl.compat import TESTED, installed_version
 from vllm_fp8rl.kernels.choice import select_kernel
 from vllm_fp8rl.quantization.kv_cache import (
@@ -88,13 +88,12 @@ def _engine_config(model: Path, recipe: Recipe) -> VllmConfig:
 def _sections(
     engine: VllmConfig, state: RankState, ranks: int, problems: list[str]
 ) -> list[Section]:
-    config = engine.model_config.hf_config
-    sizes = Sizes(config, ranks)
+    sizes = Sizes(state.spec, ranks)
     unsplit = sizes.split_problem()
     if unsplit is not None:
         problems.append(unsplit)
         return []
-    check_widths(config, ranks, expert_parallel=False)
+    check_widths(state.spec, ranks, expert_parallel=False)
     rows = state.policy.report()
     if not state.recipe.rollout:
         rows = [_in_bf16(row) for row in rows]

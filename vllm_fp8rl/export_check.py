@@ -21,8 +21,7 @@ from fp8rl import Recipe
 from fp8rl.adapters import Diagnosis
 from fp8rl.errors import UnsupportedError
 from fp8rl.export import wire_scale_name
-from fp8rl.families import WIDEST, check_count, language_config, value_of
-from fp8rl.model_folder import folder_config, folder_tensors
+from fp8rl.models.folder import folder_spec, folder_tensors
 from fp8rl.weight_files import WeightFile
 from vllm_fp8rl import engine_args
 from vllm_fp8rl.compat import TESTED, built_for_cpus, installed_version
@@ -50,8 +49,7 @@ def check_export(checkpoint: Path, out: Path, recipe: Recipe) -> Diagnosis:
     Returns:
         What was compared, mean and largest difference as facts, and a problem if they differ.
     """
-    size = value_of(language_config(folder_config(checkpoint)), "vocab_size")
-    vocabulary = check_count("vocab_size", size, WIDEST)
+    vocabulary = folder_spec(checkpoint).numbers["vocab_size"]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocabulary, (_SEQUENCES, _LENGTH), generator=generator)
     engines = installed_version() is not None and not built_for_cpus() and torch.cuda.is_available()

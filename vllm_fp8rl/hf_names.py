@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fp8rl.families import Experts
+from fp8rl.models.families import Experts
 
 
 class HfNames:

@@ -15,8 +15,8 @@ import torch
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError, RefitError, UnsupportedError
-from fp8rl.families import Family
 from fp8rl.kv_scales import ROLES, Role, scale_name
+from fp8rl.models.spec import ModelSpec
 from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.hf_names import HfNames
 from vllm_fp8rl.names import NAME
@@ -63,8 +63,8 @@ class RankState:
 
     recipe: Recipe
     policy: PinPolicy
-    family: Family
-    """The model's entry in the table of families."""
+    spec: ModelSpec
+    """The whole model, by its config."""
     dummy: bool
     """The engine loads no checkpoint at its start."""
     layers: dict[str, Any]
@@ -77,8 +77,6 @@ class RankState:
     """HF names of the engine's modules, which is what the policy knows."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of whole HF tensors beside the linear layers, by name: a rank may hold a part."""
-    mtp_layers: range = range(0)
-    """Layers for multi-token prediction: a checkpoint has them, the engine does not."""
     kv_scales: dict[str, LayerKVScales] = field(default_factory=dict)
     """By the name of the attention layer, for those with an FP8 KV cache."""
     loaded: bool = False
@@ -104,9 +102,9 @@ class RankState:
             pinned = self.policy.precision(self.hf_names.of(name))
         except PinError:
             raise UnsupportedError(
-                f"'{name}' is no layer of a {self.family.name} model, as which this model runs; "
-                "add it to fp8rl/families.py (docs/extending.md), or start this model without "
-                f"quantization='{NAME}'."
+                f"'{name}' is no layer of a {self.spec.family.name} model, as which this model "
+                "runs; add it to fp8rl/models/families.py (docs/extending.md), or start this model "
+                f"without quantization='{NAME}'."
             ) from None
         return pinned if self.recipe.rollout else "bf16"
 

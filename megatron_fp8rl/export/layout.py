@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
-from fp8rl.families import DEEPSEEK_EXPERTS, EXPERTS, SHARED_EXPERT, Experts
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 
 ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
@@ -191,23 +189,3 @@ def delta_net_layout(key_rows: int, value_rows: int) -> RowLayout:
 def plain_layout(part: str, rows: int) -> RowLayout:
     """Return the layout of a weight that is one HF tensor."""
     return RowLayout(parts=(part,), widths=(rows,))
-
-
-def experts_of(config: Any) -> Experts | None:
-    """Return the table's entry for the experts of a GPTModel: Qwen's shared expert has a gate,
-    DeepSeek's has none.
-
-    Args:
-        config: the ``TransformerConfig``.
-    """
-    if config.num_moe_experts is None:
-        return None
-    if config.moe_shared_expert_intermediate_size is None:
-        return EXPERTS
-    return SHARED_EXPERT if config.moe_shared_expert_gate else DEEPSEEK_EXPERTS
-
-
-def shared_expert_name(config: Any) -> str:
-    """Return the HF name of the shared expert; empty: there is none."""
-    experts = experts_of(config)
-    return "" if experts is None else experts.shared

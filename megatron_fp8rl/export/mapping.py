@@ -26,8 +26,8 @@ from megatron_fp8rl.export.layout import (
     REPLICATED,
     RowLayout,
     qkv_layout,
-    shared_expert_name,
 )
+from megatron_fp8rl.hf_names import shared_expert_name
 
 ModelChunks = torch.nn.Module | Sequence[torch.nn.Module]
 """A GPTModel, plain or wrapped, or the list of this rank's virtual-pipeline chunks."""

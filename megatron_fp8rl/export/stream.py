@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8rl import PinPolicy
 from fp8rl.errors import UnsupportedError
-from fp8rl.families import FUSED, SPANS, kind_of
+from fp8rl.models.families import FUSED, SPANS, kind_of
 from fp8rl.numerics import BLOCK, mark_inf, quantize_block
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl.export.layout import ROW_PARALLEL

@@ -27,7 +27,8 @@ from megatron.core.transformer.transformer_config import (
 )
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.families import (
+from fp8rl.kernels.rotary_table import LLAMA3
+from fp8rl.models.families import (
     ARCEE,
     COHERE,
     ERNIE4_5,
@@ -41,16 +42,8 @@ from fp8rl.families import (
     Experts,
     Family,
     Module,
-    block_of,
-    expert_count,
-    has_experts,
-    is_biased,
-    known_family,
-    known_type,
-    layer_modules,
-    shared_width,
 )
-from fp8rl.kernels.rotary_table import LLAMA3
+from fp8rl.models.spec import ModelSpec
 from megatron_fp8rl import compat
 from megatron_fp8rl.testing import gated_delta_net
 from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG
@@ -229,10 +222,10 @@ def transformer_config(
     Raises:
         UnsupportedError: the config asks for something that this builder cannot express.
     """
-    family = known_family(hf_config)
-    _check_supported(hf_config, family, dtype)
-    heads = hf_config.num_attention_heads
-    modules = _attention_modules(hf_config, family)
+    spec = ModelSpec.of(hf_config)
+    family, modules = spec.family, _attention_modules(spec)
+    _check_supported(hf_config, spec, dtype)
+    heads, query = hf_config.num_attention_heads, modules.get("self_attn.q_proj")
     fields: dict[str, Any] = {
         "num_layers": hf_config.num_hidden_layers,
         "hidden_size": hf_config.hidden_size,
@@ -245,8 +238,8 @@ def transformer_config(
         "qk_layernorm": "self_attn.q_norm" in modules,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": is_biased(modules["self_attn.o_proj"], hf_config),
-        "add_qkv_bias": is_biased(modules.get("self_attn.q_proj"), hf_config),
+        "add_bias_linear": bool(modules["self_attn.o_proj"].bias),
+        "add_qkv_bias": query is not None and bool(query.bias),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
@@ -260,8 +253,8 @@ def transformer_config(
     }
     if family.linear_attention is not None:
         fields |= gated_delta_net.config_fields(hf_config)
-    if family.experts is not None and expert_count(family, hf_config):
-        fields |= _moe_fields(hf_config, family, family.experts)
+    if family.experts is not None and spec.experts:
+        fields |= _moe_fields(hf_config, spec, family.experts)
     if family.attention.kv != "latent":
         return TransformerConfig(**{**CPU_CONFIG, **fields, **overrides})
     return MLATransformerConfig(
@@ -275,11 +268,10 @@ def _width(hf_config: Any) -> int:
     return int(hf_config.moe_intermediate_size if width is None else width)
 
 
-def _attention_modules(hf_config: Any, family: Family) -> dict[str, Module]:
+def _attention_modules(spec: ModelSpec) -> dict[str, Module]:
     """The modules of a layer with attention, by name within the layer."""
-    layers = range(hf_config.num_hidden_layers)
-    layer = next(n for n in layers if block_of(family, hf_config, n) is family.attention)
-    return {module.name: module for module in layer_modules(family, hf_config, layer)}
+    layer = next(layer for layer in spec.layers if layer.mixer is spec.family.attention)
+    return {module.name: module for module in layer.modules}
 
 
 def _latent_fields(hf_config: Any) -> dict[str, Any]:
@@ -298,7 +290,7 @@ def _latent_fields(hf_config: Any) -> dict[str, Any]:
     }
 
 
-def _moe_fields(hf_config: Any, family: Family, experts: Experts) -> dict[str, Any]:
+def _moe_fields(hf_config: Any, spec: ModelSpec, experts: Experts) -> dict[str, Any]:
     sigmoid = bool(experts.bias)  # the families whose routers have a bias take sigmoids
     normalized = getattr(hf_config, "norm_topk_prob", True)
     if sigmoid and not normalized:
@@ -314,13 +306,12 @@ def _moe_fields(hf_config: Any, family: Family, experts: Experts) -> dict[str, A
             "Megatron scores a group by its best num_experts_per_tok // topk_group experts, "
             "transformers by its best two; set num_experts_per_tok to twice topk_group."
         )
-    layers = range(hf_config.num_hidden_layers)
     return {
-        "num_moe_experts": expert_count(family, hf_config),
+        "num_moe_experts": spec.experts,
         "moe_router_topk": hf_config.num_experts_per_tok,
         "moe_ffn_hidden_size": getattr(hf_config, experts.width),
-        "moe_layer_freq": [int(has_experts(family, hf_config, layer)) for layer in layers],
-        "moe_shared_expert_intermediate_size": shared_width(family, hf_config) or None,
+        "moe_layer_freq": [int(layer.sparse) for layer in spec.layers],
+        "moe_shared_expert_intermediate_size": spec.shared_width or None,
         "moe_shared_expert_gate": bool(experts.shared_gate),
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
         "moe_router_enable_expert_bias": sigmoid,
@@ -335,9 +326,10 @@ def _moe_fields(hf_config: Any, family: Family, experts: Experts) -> dict[str, A
     }
 
 
-def _check_supported(hf_config: Any, family: Family, dtype: torch.dtype) -> None:
+def _check_supported(hf_config: Any, spec: ModelSpec, dtype: torch.dtype) -> None:
+    family = spec.family
     others = (LLAMA_LIKE, ARCEE, SEED_OSS, ERNIE4_5, GEMMA2, GEMMA3, COHERE, OLMO2, EXAONE4)
-    if not known_type(hf_config) or family in others:  # they compute otherwise
+    if spec.model_type is None or family in others:  # they compute otherwise
         raise UnsupportedError(
             f"model_type '{hf_config.model_type}' has no builder; use 'llama', 'qwen2', 'qwen3' or "
             "a type with experts of the table of families."
@@ -350,9 +342,9 @@ def _check_supported(hf_config: Any, family: Family, dtype: torch.dtype) -> None
     if dtype not in (torch.bfloat16, torch.float32):
         raise UnsupportedError(f"dtype {dtype} is not served; use bfloat16 or float32.")
     _check_keys(hf_config, family)
-    output = _attention_modules(hf_config, family)["self_attn.o_proj"]
+    output = _attention_modules(spec)["self_attn.o_proj"]
     mlp_bias = bool(family.mlp_bias and getattr(hf_config, family.mlp_bias, False))
-    if is_biased(output, hf_config) != mlp_bias:
+    if bool(output.bias) != mlp_bias:
         raise UnsupportedError(
             "attention_bias and mlp_bias differ; Megatron has one switch for both, so set both or "
             "neither."

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.kernels import EXACT_MODELS, EXACT_RANKS, require_fp8_linears
-from fp8rl.pinning import PinPolicy
+from fp8rl.models.pins import PinPolicy
+from fp8rl.models.spec import ModelSpec
 from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, VLLM
 from nemo_rl_ext.config.keys import Sections, has_fp8_kv
 from nemo_rl_ext.config.rules import broken
@@ -133,31 +133,24 @@ def _refuse_ranks(where: str, sections: Sections) -> None:
 
 
 def refuse_inexact_model(
-    where: str,
-    name: Any,
-    model: Mapping[str, Any],
-    policy: PinPolicy | None,
-    *,
-    experts: bool,
-    ranks: int,
+    where: str, name: Any, model: ModelSpec | None, policy: PinPolicy | None, *, ranks: int
 ) -> None:
     """Raise UnsupportedError for a model, as far as it is known here, that is not served.
 
     Args:
         where: path of the block.
         name: ``policy.model_name``.
-        model: values of its ``config.json``, or none.
+        model: the model, or None.
         policy: which of its linear layers run in FP8; None where they are not known.
-        experts: the model has mixtures of experts.
         ranks: tensor parallel size of both engines.
     """
-    kind = model.get("model_type")
+    kind = None if model is None else model.model_type
     if kind is not None and kind not in EXACT_MODELS:
         raise UnsupportedError(
             f"'{where}.exact' serves models of type {', '.join(EXACT_MODELS)}, and '{name}' is "
             f"of type '{kind}'; remove the key, or choose another model."
         )
-    if experts and ranks > 1:
+    if model is not None and model.experts and ranks > 1:
         raise _refusal(
             f"'{_TRAINER_RANKS}' is {ranks} and '{name}' has experts",
             where,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
+from fp8rl.models.spec import ModelSpec
 from nemo_rl_ext.config import checks, drivers
 from nemo_rl_ext.config.drivers import ARGUMENTS, BLOCK, GUARD, LOSS, MEGATRON, QUANTIZATION, VLLM
 from nemo_rl_ext.config.exact import require_both_sections
@@ -61,15 +62,15 @@ _OF_TRAINING: tuple[Rule, ...] = tuple(
 def read(
     config: Mapping[str, Any],
     driver: drivers.Driver,
-    model_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    model_of: Callable[[Mapping[str, Any]], ModelSpec | None] | None = None,
 ) -> RunPlan | None:
     """Read and check the keys, and make the plan of the run; nothing is changed.
 
     Args:
         config: NeMo RL's config as plain mappings.
         driver: whose config it is.
-        model_of: returns the values of the model's ``config.json``, or none of them, by section
-            ``policy``; without it model and pins are not looked at.
+        model_of: describes the model by section ``policy``, or returns None where it is not here;
+            without it model and pins are not looked at.
 
     Returns:
         None where the config has no ``fp8rl`` key at all.

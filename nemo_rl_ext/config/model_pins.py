@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import ModelError, PinError, RecipeError, UnsupportedError
-from fp8rl.families import expert_count, family_of, module_names, unsupported_reason
+from fp8rl.models.spec import ModelSpec
 from nemo_rl_ext.config.drivers import MEGATRON
 from nemo_rl_ext.config.exact import refuse_inexact_model
 from nemo_rl_ext.config.keys import kv_dtype
@@ -21,7 +21,7 @@ _NO_LATENTS = {
 
 
 def check_pins(
-    recipe: Recipe, where: str, policy: Mapping[str, Any], model: Mapping[str, Any]
+    recipe: Recipe, where: str, policy: Mapping[str, Any], model: ModelSpec | None
 ) -> tuple[str, ...]:
     """Refuse a model that is not served, and pins that match nothing or half of a fused module.
 
@@ -31,7 +31,7 @@ def check_pins(
         recipe: the run's recipe.
         where: full path of the key that holds it.
         policy: NeMo RL's section, with ``model_name``.
-        model: values of the model's ``config.json`` (:func:`model_config`), or none of them.
+        model: the model, by its ``config.json`` (:func:`model_spec`); None where it is not here.
 
     Returns:
         Sentences for the log. One names what grouped experts in FP8 need, since the worker's
@@ -39,32 +39,26 @@ def check_pins(
 
     Raises:
         RecipeError: with the path of the pin.
-        ModelError: the config has numbers that no model can have.
         UnsupportedError: the model cannot run in FP8, or not with an FP8 KV cache.
     """
-    reason = unsupported_reason(model, rollout=recipe.rollout, training=recipe.training)
+    reason = None
+    if model is not None:
+        reason = model.refused(rollout=recipe.rollout, training=recipe.training)
     if reason is not None:
         raise UnsupportedError(
             f"'{where}' does not serve '{policy.get('model_name')}', {reason}; remove the block."
         )
-    family = family_of(model)
     dtype = kv_dtype(recipe)
-    if dtype != "auto" and family is not None and family.attention.kv == "latent":
+    if dtype != "auto" and model and model.entry and model.entry.attention.kv == "latent":
         raise UnsupportedError(
             f"'{where}.kv_cache.dtype' is {dtype}, but the cache of "
             f"'{policy.get('model_name')}', which has multi-latent attention, is served in BF16 "
             f"alone: {_NO_LATENTS[dtype]}; set it to auto."
         )
-    try:
-        names = module_names(model) if family else None
-    except KeyError:
-        names = None
-    except ModelError as error:
-        raise ModelError(f"'{policy.get('model_name')}': {error}") from None
     notes = []
     pins = None
     grouped = (policy.get("megatron_cfg") or {}).get("moe_grouped_gemm")
-    if names is None:
+    if model is None or not model.has_names:
         notes.append(
             f"the modules of '{policy.get('model_name')}' are not known here; pins are checked by "
             "the workers."
@@ -72,10 +66,10 @@ def check_pins(
         fp8_experts = bool(grouped) and "experts" not in recipe.pins.kinds
     else:
         try:
-            pins = PluginManager().pin_policy(recipe.pins, names)
+            pins = PluginManager().pin_policy(recipe.pins, model.names)
         except PinError as error:
             raise RecipeError(f"{where}.{error} ('{policy.get('model_name')}')") from error
-        experts = (name for name in names if ".experts." in name)
+        experts = (name for name in model.names if ".experts." in name)
         fp8_experts = any(pins.precision(name) == "fp8" for name in experts)
     if recipe.exact:
         refuse_inexact_model(
@@ -83,7 +77,6 @@ def check_pins(
             policy.get("model_name"),
             model,
             pins,
-            experts=bool(family and expert_count(family, model)),
             ranks=(policy.get("megatron_cfg") or {}).get("tensor_model_parallel_size") or 1,
         )
         notes.append(
@@ -98,6 +91,27 @@ def check_pins(
             f"to false, or add 'experts' to '{where}.pins.kinds'."
         )
     return tuple(notes)
+
+
+def model_spec(values: Mapping[str, Any], policy: Mapping[str, Any]) -> ModelSpec | None:
+    """Describe the model of a run; None without values.
+
+    Args:
+        values: see :func:`model_config`.
+        policy: NeMo RL's section.
+
+    Raises:
+        ModelError: the config has numbers that no model can have.
+    """
+    try:
+        return ModelSpec.of(values) if values else None
+    except ModelError as error:
+        raise ModelError(f"'{policy.get('model_name')}': {error}") from None
+
+
+def read_model(policy: Mapping[str, Any]) -> ModelSpec | None:
+    """Describe the model that ``policy.model_name`` names; None where it cannot be read."""
+    return model_spec(model_config(policy), policy)
 
 
 def model_config(policy: Mapping[str, Any], *, offline: bool = False) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, PLAN, QUANTIZATION, VLLM, Driver
 from nemo_rl_ext.config.keys import section_at
 from nemo_rl_ext.config.merge import read
-from nemo_rl_ext.config.model_pins import model_config
+from nemo_rl_ext.config.model_pins import read_model
 from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.names import LOGGER
 
@@ -43,7 +43,7 @@ def prepare(config: Any, driver: Driver, require: Callable[[str], None]) -> RunP
     config.policy.pop(PLAN, None)  # of the run whose checkpoint kept this config
     if section_at(plain, LOSS).get(PLAN) is not None:
         setattr(config.loss_fn, PLAN, None)
-    plan = read(plain, driver, model_config)
+    plan = read(plain, driver, read_model)
     if plan is None:
         return None
     require(plan.where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +14,8 @@ from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 from fp8rl import PluginManager, Recipe
 from fp8rl.adapters import ConfigRequest, Diagnosis, Section
 from fp8rl.errors import Fp8RLError, OptionError, RecipeError, UnsupportedError
-from fp8rl.families import family_of, module_names, unsupported_reason
-from fp8rl.model_folder import folder_config
+from fp8rl.models.folder import folder_config
+from fp8rl.models.spec import ModelSpec
 from fp8rl.precision_report import precision_section
 from nemo_rl_ext.config.drivers import (
     BLOCK,
@@ -29,19 +29,18 @@ from nemo_rl_ext.config.drivers import (
 )
 from nemo_rl_ext.config.keys import Sections, block_path, kv_dtype, section_at
 from nemo_rl_ext.config.merge import read
-from nemo_rl_ext.config.model_pins import model_config, with_overrides
+from nemo_rl_ext.config.model_pins import model_config, model_spec, with_overrides
 from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.config.values import SWITCHES
 from nemo_rl_ext.doctor import memory
 from nemo_rl_ext.doctor.config_file import load_config
 from nemo_rl_ext.doctor.installation import (
     Patch,
-    compare_patches,
     find_package,
     installed_package,
-    version,
+    look_at,
 )
-from nemo_rl_ext.patches.upstream import KNOWN, served
+from nemo_rl_ext.patches.upstream import KNOWN
 
 _MAPPINGS = (
     VLLM,
@@ -101,16 +100,16 @@ def diagnose() -> Diagnosis:
             "--source with a checkout, and --config."
         )
         return Diagnosis(None, (KNOWN,), problems=(problem,))
-    patches = compare_patches(package)
-    fit = sum(not patch.misfits for patch in patches)
+    found = look_at(package)
+    fit = len(found.patches) - len(found.problems)
     return Diagnosis(
-        version(package),
+        found.version,
         (KNOWN,),
         {
-            "patches": f"{fit} of {len(patches)} fit",
+            "patches": f"{fit} of {len(found.patches)} fit",
             "config": "not looked at; give --config X.yaml",
         },
-        tuple(_misfits(patches, version(package))),
+        found.problems,
     )
 
 
@@ -128,7 +127,7 @@ def examine(request: ConfigRequest) -> Diagnosis:
         UnsupportedError: there is no NeMo RL, or the config is for no driver of it.
         ModelError: the model's ``config.json`` has impossible numbers.
     """
-    package = find_package(request.source)
+    nemo_rl = look_at(find_package(request.source))
     config = load_config(request.file)
     driver = _driver_for(config, request.file)
     _check_sections(config)
@@ -138,9 +137,8 @@ def examine(request: ConfigRequest) -> Diagnosis:
     block = _block_for(sections, given, request)
     if block is not None:
         _add_block(sections, block)
-    model, origin = _model(request, sections.policy)
-    patches = compare_patches(package)
-    problems = _misfits(patches, version(package)) if given or block is not None else []
+    values, origin = _model(request, sections.policy)
+    problems = [*nemo_rl.problems] if given or block is not None else []
     facts = {
         "config": f"{request.file.name}, for examples/{driver.scripts[0]}",
         "model": origin,
@@ -148,14 +146,16 @@ def examine(request: ConfigRequest) -> Diagnosis:
     }
     notes: list[str] = []
     found: list[Section] = []
+    model: ModelSpec | None = None
     try:
-        plan = read(config, driver, (lambda policy: model) if model else None)
+        model = model_spec(values, sections.policy)
+        plan = read(config, driver, (lambda policy: model) if values else None)
     except Fp8RLError as error:
         problems.append(str(error))
     else:
         if plan is not None:
             notes += plan.notes
-            if not model:
+            if not values:
                 notes.append(
                     "whether the model is served and the pins fit it was not looked at, because "
                     "its config.json is not here; the driver looks."
@@ -164,11 +164,15 @@ def examine(request: ConfigRequest) -> Diagnosis:
             problems += _layout_problems(sections)
             found += _upstream_keys(plan, sections)
             found += _modules(plan.recipe, sections, model, request.gpu_memory, problems)
-    found.append(_patch_section(patches))
+    found.append(_patch_section(nemo_rl.patches))
     if notes:
         found.append(Section("notes", ("",), tuple((note,) for note in notes)))
     return Diagnosis(
-        f"{version(package)}, in {package.parent}", (KNOWN,), facts, tuple(problems), tuple(found)
+        f"{nemo_rl.version}, in {nemo_rl.package.parent}",
+        (KNOWN,),
+        facts,
+        tuple(problems),
+        tuple(found),
     )
 
 
@@ -404,7 +408,7 @@ def _yaml(value: Any) -> str:
 def _modules(
     recipe: Recipe,
     sections: Sections,
-    model: Mapping[str, Any],
+    model: ModelSpec | None,
     gpu_memory: float | None,
     problems: list[str],
 ) -> list[Section]:
@@ -413,16 +417,15 @@ def _modules(
     What is refused is added to ``problems``.
     """
     in_fp8 = [name for name in ("rollout", "training") if getattr(recipe, name)]
-    try:
-        names = module_names(model) if family_of(model) else None
-    except KeyError:
-        names = None
     # Without FP8 nothing is refused, but the memory of such a model may be unknown.
     rollout_in_fp8 = recipe.rollout or not in_fp8
-    reason = unsupported_reason(model, rollout=rollout_in_fp8, training=recipe.training)
-    if names is None or reason is not None:
+    if (
+        model is None
+        or not model.has_names
+        or model.refused(rollout=rollout_in_fp8, training=recipe.training)
+    ):
         return [_pins(recipe)] if in_fp8 else []
-    rows = PluginManager().pin_policy(recipe.pins, names).report()
+    rows = PluginManager().pin_policy(recipe.pins, model.names).report()
     found = []
     if in_fp8:
         title = f"precision of each module in {' and '.join(in_fp8)}"
@@ -435,7 +438,7 @@ def _modules(
         else:
             found.append(memory.rollout_section(sections, rollout, gpu_memory, problems))
     if sections.megatron.get("enabled"):
-        layers = 1 + max(row.layer for row in rows if row.layer is not None)
+        layers = len(model.layers)
         stages = sections.megatron.get("pipeline_model_parallel_size", 1)
         if stages > layers:
             problems.append(
@@ -453,19 +456,9 @@ def _pins(recipe: Recipe) -> Section:
     return Section("kept in BF16", ("", ""), (*rows, always))
 
 
-def _patch_section(patches: list[Patch]) -> Section:
+def _patch_section(patches: Sequence[Patch]) -> Section:
     rows = (
         (patch.name, patch.purpose, "does not fit" if patch.misfits else "fits")
         for patch in patches
     )
     return Section("patches of this NeMo RL", ("patch", "what it changes", "state"), tuple(rows))
-
-
-def _misfits(patches: list[Patch], release: str) -> list[str]:
-    """One sentence for each patch that does not fit."""
-    return [
-        f"Patch '{patch.name}' does not fit this NeMo RL: {patch.misfits[0]} {served(release)} "
-        f"({len(patch.misfits)} of {patch.internals} internals differ)."
-        for patch in patches
-        if patch.misfits
-    ]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fp8rl.errors import OptionError, UnsupportedError
 from nemo_rl_ext.patch_finder import PATCHES
-from nemo_rl_ext.patches.upstream import Upstream, compare_source
+from nemo_rl_ext.patches.upstream import Upstream, compare_source, served
 
 _VERSION_FILE = "package_info.py"
 
@@ -28,6 +28,30 @@ class Patch:
     """Number of functions and classes that it relies on."""
     misfits: tuple[str, ...]
     """One sentence for each internal that does not fit."""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A NeMo RL, and how our patches fit it."""
+
+    package: Path
+    """Folder of ``nemo_rl``."""
+    version: str
+    patches: tuple[Patch, ...]
+    problems: tuple[str, ...]
+    """One sentence for each patch that does not fit."""
+
+
+def look_at(package: Path) -> Installation:
+    """Compare every patch with the source of a ``nemo_rl`` folder; nothing is imported from it."""
+    release, patches = version(package), tuple(compare_patches(package))
+    problems = tuple(
+        f"Patch '{patch.name}' does not fit this NeMo RL: {patch.misfits[0]} {served(release)} "
+        f"({len(patch.misfits)} of {patch.internals} internals differ)."
+        for patch in patches
+        if patch.misfits
+    )
+    return Installation(package, release, patches, problems)
 
 
 def installed_package() -> Path | None:
@@ -97,7 +121,7 @@ def relied_on() -> Iterator[tuple[str, Upstream]]:
 
 
 def compare_patches(package: Path) -> list[Patch]:
-    """Compare every patch with the source of a ``nemo_rl`` folder; nothing is imported from it."""
+    """Compare every patch with the source of a ``nemo_rl`` folder."""
     misfits: dict[str, list[str | None]] = {}
     for name, upstream in relied_on():
         try:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8rl.adapters import Section
-from fp8rl.pinning import PinRow
+from fp8rl.models.pins import PinRow
+from fp8rl.models.sizes import GIB, Bytes, Sizes, gib, mib
+from fp8rl.models.spec import ModelSpec
 from fp8rl.recipe import KVDtype
-from fp8rl.sizes import GIB, Bytes, Sizes, gib, mib
 from nemo_rl_ext.config.keys import Sections
 
 CACHES: dict[KVDtype, str] = {"fp8_e4m3": "FP8", "int8_per_token_head": "INT8", "auto": "BF16"}
@@ -97,21 +98,19 @@ class Rollout:
 
 
 def rollout_memory(
-    sections: Sections, model: Mapping[str, Any], rows: Sequence[PinRow], kv_dtype: KVDtype
+    sections: Sections, model: ModelSpec, rows: Sequence[PinRow], kv_dtype: KVDtype
 ) -> Rollout:
     """Count the bytes of an engine on one GPU.
 
     Args:
         sections: the config.
-        model: values of the model's ``config.json``.
+        model: the model.
         rows: resolved table of the model's modules in the rollout engine.
         kv_dtype: of the KV cache.
     """
     ranks = int(sections.vllm.get("tensor_parallel_size") or 1)
     expert_parallel = int(sections.vllm.get("expert_parallel_size") or 1)
-    sizes = Sizes.from_dict(
-        model, ranks, expert_ranks=expert_parallel if expert_parallel > 1 else None
-    )
+    sizes = Sizes(model, ranks, expert_ranks=expert_parallel if expert_parallel > 1 else None)
     return Rollout(
         sizes.bytes(rows, 2, kv_dtype),
         kv_dtype,

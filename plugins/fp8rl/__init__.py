@@ -2,8 +2,9 @@
 
 from fp8rl._manager import PluginManager
 from fp8rl.hookspecs import hookimpl
-from fp8rl.pinning import PinPolicy
+from fp8rl.models.pins import PinPolicy
+from fp8rl.models.spec import ModelSpec
 from fp8rl.recipe import Recipe
 
-__all__ = ["PinPolicy", "PluginManager", "Recipe", "hookimpl"]
+__all__ = ["ModelSpec", "PinPolicy", "PluginManager", "Recipe", "hookimpl"]
 __version__ = "0.1.0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
@@ -13,7 +13,7 @@ import pluggy
 
 from fp8rl import hookspecs
 from fp8rl.errors import Fp8RLError, PluginError, RecipeError
-from fp8rl.pinning import PinPolicy
+from fp8rl.models.pins import PinPolicy
 from fp8rl.recipe import Pins
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class PluginManager(pluggy.PluginManager):
                 f"{BLOCK_ENV}={point.name}."
             ) from error
 
-    def pin_policy(self, pins: Pins, module_names: list[str]) -> PinPolicy:
+    def pin_policy(self, pins: Pins, module_names: Sequence[str]) -> PinPolicy:
         """Resolve the recipe's pins, together with the pins of plugins, for one model.
 
         Raises:

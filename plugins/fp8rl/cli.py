@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -20,9 +20,9 @@ from rich.table import Table
 from fp8rl import PluginManager, Recipe, __version__
 from fp8rl.adapters import ConfigRequest, Diagnosis, EngineAdapter, ExactRequest, Section
 from fp8rl.errors import Fp8RLError, OptionError, PluginError, UnsupportedError
-from fp8rl.families import dense_module_names
 from fp8rl.hookspecs import PROJECT
-from fp8rl.model_folder import RECIPE_FILE, folder_module_names
+from fp8rl.models.folder import RECIPE_FILE, folder_module_names
+from fp8rl.models.spec import ModelSpec
 from fp8rl.precision_report import precision_section
 from fp8rl.recipe import RECIPE_ENV
 
@@ -503,10 +503,10 @@ def _load_recipe(source: str | None, plugins: PluginManager) -> Recipe:
     return recipe
 
 
-def _module_names(layers: int | None, model: Path | None) -> list[str]:
+def _module_names(layers: int | None, model: Path | None) -> Sequence[str]:
     """Global module names of the model that the options give; empty if they give none."""
     if layers is not None and model is not None:
         raise OptionError("Give --layers or --model, not both.")
     if layers is not None:
-        return dense_module_names(layers)
+        return ModelSpec.dense(layers).names
     return folder_module_names(model) if model is not None else []

@@ -28,15 +28,6 @@ from safetensors.torch import save_file
 
 from fp8rl._manager import PluginManager
 from fp8rl.errors import Fp8RLError, ModelError, OptionError, ScaleError, UnsupportedError
-from fp8rl.families import (
-    FAMILIES,
-    FUSED,
-    Experts,
-    block_of,
-    family_of,
-    language_config,
-    unsupported_reason,
-)
 from fp8rl.kv_scales import (
     ROLES,
     Role,
@@ -45,17 +36,19 @@ from fp8rl.kv_scales import (
     require_one_name,
     scale_name,
 )
-from fp8rl.model_folder import (
+from fp8rl.models.families import FAMILIES, FUSED, Experts
+from fp8rl.models.folder import (
     INDEX,
     RECIPE_FILE,
-    config_module_names,
     folder_config,
+    folder_spec,
     folder_tensors,
     is_own,
     require_listed,
 )
+from fp8rl.models.pins import PinPolicy
+from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import BLOCK, all_finite, quantize_block
-from fp8rl.pinning import PinPolicy
 from fp8rl.reading import parse_json, printable
 from fp8rl.recipe import Recipe
 from fp8rl.weight_files import Watched, WeightFile, read_text
@@ -89,6 +82,8 @@ class Export:
     """Folder of the BF16 model."""
     config: Mapping[str, Any]
     """Its ``config.json``."""
+    spec: ModelSpec
+    """The same, read."""
     recipe: Recipe
     """Recipe of the rollouts."""
     policy: PinPolicy
@@ -118,7 +113,7 @@ class Export:
 
     @cached_property
     def _parts(self) -> dict[str, list[str]]:
-        experts = _experts(self.config)
+        experts = self.spec.family.experts
         found: dict[str, list[str]] = {}
         for row in self.policy.report():
             if row.precision == "fp8":
@@ -137,7 +132,7 @@ class Export:
         the first that is there; transformers the second. An engine with ``quantization="fp8rl"``
         takes the recipe from here.
         """
-        alone = [*left_alone(self.policy, _experts(self.config)), *self.beside]
+        alone = [*left_alone(self.policy, self.spec.family.experts), *self.beside]
         formats = {self.recipe.weights.scale_format, self.recipe.activations.scale_format}
         return {
             "quant_method": "fp8",
@@ -208,8 +203,7 @@ def plan_export(
             )
         )
     try:
-        _require_served(checkpoint, config)
-        names = config_module_names(checkpoint, config)
+        spec = _served_spec(checkpoint, config)
     except Fp8RLError as error:
         raise _together(checkpoint, [*problems, error]) from None
     is_scale = {name: _place(name) is not None for name in stored}
@@ -221,19 +215,21 @@ def plan_export(
             found = _one_value_each({name: held[name] for name in held if is_scale[name]})
         else:
             found = _read_scales(kv_scales)
-        scales = _kv_scales(found, config, recipe)
+        scales = _kv_scales(found, spec, recipe)
     except Fp8RLError as error:
         problems.append(error)
     try:
-        policy = (plugins or PluginManager(discover=False)).pin_policy(recipe.pins, names)
+        policy = (plugins or PluginManager(discover=False)).pin_policy(recipe.pins, spec.names)
     except Fp8RLError as error:
         raise _together(checkpoint, [*problems, error]) from None
     files: dict[WeightFile, list[str]] = {file: [] for file in sources.values()}
     for name, path in stored.items():
         if not is_scale[name]:
             files[sources[path]].append(name)
-    beside = _beside(stored, names)
-    export = Export(checkpoint, config, recipe, policy, files, copied, described, beside, scales)
+    beside = _beside(stored, spec.names)
+    export = Export(
+        checkpoint, config, spec, recipe, policy, files, copied, described, beside, scales
+    )
     problems += _problems_of_experts(policy)
     problems += _problems_of_tensors(export)
     if problems:
@@ -403,19 +399,15 @@ def _one_value_each(places: Mapping[str, WeightFile]) -> dict[str, float]:
     return scales
 
 
-def _kv_scales(
-    given: Mapping[str, float], config: Mapping[str, Any], recipe: Recipe
-) -> dict[str, float]:
+def _kv_scales(given: Mapping[str, float], spec: ModelSpec, recipe: Recipe) -> dict[str, float]:
     """Scales by the names that are written; complete if the recipe needs them.
 
     Raises:
         ScaleError: a scale that is missing, there twice, or of no layer of the model.
         UnsupportedError: the recipe quantizes a cache that has no scales.
     """
-    family, text = family_of(config), language_config(config)
-    assert family is not None  # or it would have been refused
-    prefix = f"{family.wrapper if text is not config else 'model.'}layers."
-    caches = [block_of(family, text, n).kv for n in range(text["num_hidden_layers"])]
+    prefix = f"{spec.stem}layers."
+    caches = [layer.mixer.kv for layer in spec.layers]
     layers = [layer for layer, kind in enumerate(caches) if kind == "heads"]
     if "latent" in caches and recipe.kv_cache.dtype != "auto":
         raise UnsupportedError(
@@ -503,20 +495,23 @@ def _is_megatron(folder: Path) -> bool:
     )
 
 
-def _require_served(checkpoint: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a model of which no BF16 rollout can be made FP8.
+def _served_spec(checkpoint: Path, config: Mapping[str, Any]) -> ModelSpec:
+    """Describe a model, and refuse one of which no BF16 rollout can be made FP8.
 
     Raises:
         UnsupportedError: it is quantized already, or of a kind that is not served.
+        ModelError: its config has values that no model has.
     """
-    if "quantization_config" in config or "quantization_config" in language_config(config):
+    if any("quantization_config" in part for part in (config, config.get("text_config") or ())):
         raise UnsupportedError(
             f"'{checkpoint}' is quantized already ('quantization_config' in its config.json); give "
             "the BF16 model that it was made from."
         )
-    reason = unsupported_reason(config, rollout=True, training=False)
+    spec = folder_spec(checkpoint, config)
+    reason = spec.refused(rollout=True, training=False)
     if reason is not None:
         raise UnsupportedError(f"'{checkpoint}' is {reason}; give a model that FP8 rollouts serve.")
+    return spec
 
 
 def _description(folder: Path) -> list[Path]:
@@ -720,11 +715,6 @@ def _misfit(name: str, shape: Sequence[int]) -> str:
     if fused is not None and rows % BLOCK[0]:  # the last one may end in a part of a block
         return f"{rows} rows, no multiple of {BLOCK[0]}, where engines fuse it into '{fused}'"
     return ""
-
-
-def _experts(config: Mapping[str, Any]) -> Experts | None:
-    family = family_of(config)
-    return family.experts if family is not None else None
 
 
 def _experts_of(name: str) -> str | None:

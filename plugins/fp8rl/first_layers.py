@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8rl.errors import ModelError
-from fp8rl.model_folder import folder_config, folder_tensors
+from fp8rl.models.folder import folder_config, folder_tensors
 from fp8rl.weight_files import WeightFile
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fp8rl.adapters import Section
 from fp8rl.listing import number_ranges
-from fp8rl.pinning import PinRow, Precision
+from fp8rl.models.pins import PinRow, Precision
 
 
 class PrecisionLine(NamedTuple):

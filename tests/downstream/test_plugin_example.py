@@ -15,12 +15,12 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "fp8rl_plugin_example"
 USE = """
 import torch
 from fp8rl import PluginManager, Recipe
-from fp8rl.families import dense_module_names
+from fp8rl.models.spec import ModelSpec
 from nemo_rl_ext import correct, resolve_corrector
 
 recipe = Recipe.from_dict({"importance_sampling": {"corrector": "sqrt"}, "pins": {"last": 1}})
 plugins = PluginManager()
-policy = plugins.pin_policy(recipe.pins, dense_module_names(3))
+policy = plugins.pin_policy(recipe.pins, ModelSpec.dense(3).names)
 assert [n for n in policy.bf16_linears() if ".2." not in n] == ["model.layers.0.mlp.down_proj"]
 
 config = recipe.importance_sampling

@@ -25,8 +25,8 @@ from fp8rl.errors import (
     UnsupportedError,
 )
 from fp8rl.export import plan_export, write_export
-from fp8rl.families import dense_module_names, module_names
-from fp8rl.model_folder import RECIPE_FILE, folder_module_names, folder_tensors
+from fp8rl.models.folder import RECIPE_FILE, folder_module_names, folder_tensors
+from fp8rl.models.spec import ModelSpec
 from fp8rl.recipe import KVCache, Pins
 from fp8rl.weight_files import WeightFile
 from support.model_folders import CONFIG, model, read, weights
@@ -43,7 +43,7 @@ MOE = {"model_type": "qwen3_moe", "num_experts": 3, "num_hidden_layers": 2}
 
 @pytest.fixture
 def dense(tmp_path: Path) -> Path:
-    return model(tmp_path / "dense", weights(dense_module_names(2)))
+    return model(tmp_path / "dense", weights(ModelSpec.dense(2).names))
 
 
 def exported(checkpoint: Path, out: Path, recipe: Recipe = NO_KV, **options) -> dict:
@@ -101,7 +101,7 @@ def test_what_is_not_fp8_keeps_its_bytes(dense, tmp_path):
 @pytest.mark.parametrize("files", [1, 3])
 def test_files_are_small_and_the_index_is_right(tmp_path, files):
     """More files than the source has, none above the limit unless one tensor is."""
-    checkpoint = model(tmp_path / "in", weights(dense_module_names(2)), files=files)
+    checkpoint = model(tmp_path / "in", weights(ModelSpec.dense(2).names), files=files)
     out, limit, seen = tmp_path / "out", 200_000, []
     exported(checkpoint, out, shard_bytes=limit, progress=seen.append)
     assert sorted(seen) == sorted(read(checkpoint))
@@ -123,8 +123,8 @@ def test_files_are_small_and_the_index_is_right(tmp_path, files):
 
 
 def test_codes_do_not_depend_on_the_files(tmp_path):
-    one = model(tmp_path / "one", weights(dense_module_names(2)))
-    three = model(tmp_path / "three", weights(dense_module_names(2)), files=3)
+    one = model(tmp_path / "one", weights(ModelSpec.dense(2).names))
+    three = model(tmp_path / "three", weights(ModelSpec.dense(2).names), files=3)
     exported(one, tmp_path / "a")
     exported(three, tmp_path / "b", shard_bytes=100_000)
     a, b = read(tmp_path / "a"), read(tmp_path / "b")
@@ -134,7 +134,7 @@ def test_codes_do_not_depend_on_the_files(tmp_path):
 
 def test_tensors_of_all_experts_are_split(tmp_path):
     """transformers 5 may hold the experts of a layer in two tensors; engines load them by one."""
-    single = weights(module_names(MOE))
+    single = weights(ModelSpec.of(MOE).names)
     fused = {name: tensor for name, tensor in single.items() if ".experts." not in name}
     for layer in range(2):
         prefix = f"model.layers.{layer}.mlp.experts"
@@ -159,7 +159,9 @@ def test_tensors_of_all_experts_are_split(tmp_path):
 def test_layers_beside_the_model_stay_in_bf16(tmp_path):
     """Draft layers of multi-token prediction: no rollout of fp8rl runs them."""
     draft = "model.layers.2.mlp.down_proj"
-    tensors = weights(dense_module_names(2)) | {f"{draft}.weight": torch.ones(256, 384).bfloat16()}
+    tensors = weights(ModelSpec.dense(2).names) | {
+        f"{draft}.weight": torch.ones(256, 384).bfloat16()
+    }
     last = NO_KV.model_copy(update={"pins": Pins(last=1)})
     found = exported(model(tmp_path / "in", tensors), tmp_path / "out", last)
     assert {draft, "model.layers.1.mlp.down_proj"} < set(found["ignored_layers"])
@@ -169,7 +171,7 @@ def test_layers_beside_the_model_stay_in_bf16(tmp_path):
 def test_draft_experts_in_one_tensor_stay_in_bf16(tmp_path):
     """Under the name of all experts of the layer; experts of the model are not listed with them."""
     draft = "mtp.layers.0.mlp.experts"
-    tensors = weights(module_names(MOE)) | {
+    tensors = weights(ModelSpec.of(MOE).names) | {
         f"{draft}.{leaf}": torch.ones(3, 256, 256).bfloat16()
         for leaf in ("gate_up_proj", "down_proj")
     }
@@ -211,7 +213,7 @@ def scale_file(folder: Path, scales: dict | str, suffix: str = ".json") -> Path:
 def test_kv_scales_have_the_names_that_stock_engines_map(tmp_path, where):
     """``.self_attn.k_scale`` becomes ``.self_attn.attn.k_scale`` in vLLM and in SGLang; queries too
     have to come without ``.attn``, because older ones would add a second."""
-    tensors = weights(dense_module_names(2))
+    tensors = weights(ModelSpec.dense(2).names)
     if where == "checkpoint":
         tensors |= {name: torch.tensor([value]) for name, value in SCALES.items()}
     checkpoint = model(tmp_path / "in", tensors)
@@ -273,14 +275,14 @@ def test_bad_kv_scales(dense, tmp_path, scales, match):
 )
 def test_stored_kv_scales_of_similar_names(tmp_path, name, value, message):
     """Each of them replaced the scale of layer 0, or would do so in vLLM, which maps such names."""
-    tensors = weights(dense_module_names(2))
+    tensors = weights(ModelSpec.dense(2).names)
     tensors |= {name: torch.tensor([value]) for name, value in SCALES.items()}
     checkpoint = model(tmp_path / "in", tensors | {name: torch.tensor([value])})
     refused(checkpoint, Fp8RLError, message, Recipe())
 
 
 def test_a_kv_scale_of_any_size_is_not_read(tmp_path, monkeypatch):
-    tensors = weights(dense_module_names(2)) | {name: torch.ones(8) for name in SCALES}
+    tensors = weights(ModelSpec.dense(2).names) | {name: torch.ones(8) for name in SCALES}
     monkeypatch.setattr(WeightFile, "read", lambda *_: pytest.fail("a tensor was read"))
     refused(model(tmp_path / "in", tensors), ScaleError, r"_scale' has shape \(8,\)", Recipe())
     file = tmp_path / "scales.safetensors"
@@ -307,9 +309,9 @@ def test_a_cache_without_scales_asks_for_none(dense, tmp_path, dtype):
 
 
 def test_a_cache_of_latents_has_no_scales(tmp_path, monkeypatch):
-    monkeypatch.setattr("fp8rl.export.unsupported_reason", lambda *config, **sides: None)
+    monkeypatch.setattr(ModelSpec, "refused", lambda spec, **sides: None)
     config = {"model_type": "deepseek_v3", "kv_lora_rank": 256, "n_routed_experts": None}
-    checkpoint = model(tmp_path / "in", weights(module_names(CONFIG | config)), **config)
+    checkpoint = model(tmp_path / "in", weights(ModelSpec.of(CONFIG | config).names), **config)
     refused(checkpoint, UnsupportedError, "caches latents.*kv_cache.dtype to auto", Recipe())
     found = exported(checkpoint, tmp_path / "out")
     assert "model.layers.0.self_attn.kv_b_proj" in found["ignored_layers"]
@@ -318,11 +320,11 @@ def test_a_cache_of_latents_has_no_scales(tmp_path, monkeypatch):
 def test_a_language_model_under_a_wrapper(tmp_path, monkeypatch):
     """Its names, those of KV scales too, have the wrapper's prefix; towers and the narrow parts of
     linear attention stay in BF16, and linear attention has no KV scales."""
-    monkeypatch.setattr("fp8rl.export.unsupported_reason", lambda *config, **sides: None)
+    monkeypatch.setattr(ModelSpec, "refused", lambda spec, **sides: None)
     text = {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "vocab_size": 32}
     config = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}
     tower = "model.visual.blocks.0.attn.qkv"
-    names = [tower, *(name for name in module_names(config) if name != "model.visual")]
+    names = [tower, *(name for name in ModelSpec.of(config).names if name != "model.visual")]
     checkpoint = model(tmp_path / "in", weights(names), **config)
     file = scale_file(tmp_path, {f"model.layers.3.self_attn.{r}_scale": 0.5 for r in "kv"})
     found = exported(checkpoint, tmp_path / "out", Recipe(), kv_scales=file)
@@ -395,7 +397,7 @@ def test_every_engine_finds_the_same_modules_in_bf16(tmp_path, pins, matches):
     python/sglang/srt/layers/quantization/utils.py, commit 006d0961 and later), transformers the
     start (should_convert_module). With 12 layers a short name must not match a longer number."""
     config = MOE | {"num_hidden_layers": 12, "mlp_only_layers": [*range(0, 12, 2)]}
-    names = module_names(config)
+    names = ModelSpec.of(config).names
     checkpoint = model(tmp_path / "in", weights(names), **config)
     plan = plan_export(checkpoint, NO_KV.model_copy(update={"pins": pins}))
     method, block, ignored = sglang_config(plan.quantization_config())
@@ -433,7 +435,7 @@ def test_powers_of_two_are_said(dense, tmp_path):
 
 
 def test_a_tied_output_projection_is_left_alone(tmp_path):
-    names = [name for name in dense_module_names(2) if name != "lm_head"]
+    names = [name for name in ModelSpec.dense(2).names if name != "lm_head"]
     checkpoint = model(tmp_path / "in", weights(names), tie_word_embeddings=True)
     assert exported(checkpoint, tmp_path / "out")["ignored_layers"] == ["lm_head"]
 
@@ -448,7 +450,9 @@ def refused(folder: Path, error: type[Fp8RLError], match: str, recipe: Recipe = 
 
 def test_a_type_that_the_table_lacks_is_refused_by_name(tmp_path):
     """It counted as Llama, whose gate it lacks: "download the model again"."""
-    names = [n for n in module_names(CONFIG | {"model_type": "arcee"}) if "gate_proj" not in n]
+    names = [
+        n for n in ModelSpec.of(CONFIG | {"model_type": "arcee"}).names if "gate_proj" not in n
+    ]
     unknown = model(tmp_path / "unknown", weights(names), model_type="apertus")
     refused(unknown, UnsupportedError, "a dense model .'apertus'. of an unknown family; give a mod")
     known = model(tmp_path / "known", weights(names), model_type="arcee")
@@ -487,7 +491,7 @@ def test_checkpoints_of_other_kinds_say_how_to_convert(tmp_path, files, match):
 
 def test_the_folder_of_a_run_names_its_newest_checkpoint(tmp_path):
     for step in ("step-000002", "step-000010"):
-        model(tmp_path / "run" / step, weights(dense_module_names(2)))
+        model(tmp_path / "run" / step, weights(ModelSpec.dense(2).names))
     refused(tmp_path / "run", ModelError, "give one of them, such as '.*step-000010'")
 
 
@@ -502,7 +506,7 @@ def test_the_folder_of_a_run_names_its_newest_checkpoint(tmp_path):
 )
 def test_models_that_are_not_served(tmp_path, config, match):
     refused(
-        model(tmp_path / "in", weights(dense_module_names(2)), **config), UnsupportedError, match
+        model(tmp_path / "in", weights(ModelSpec.dense(2).names), **config), UnsupportedError, match
     )
 
 
@@ -523,12 +527,12 @@ def test_models_that_are_not_served(tmp_path, config, match):
     ],
 )
 def test_sizes_that_stock_engines_do_not_serve(tmp_path, rows, hidden, match):
-    checkpoint = model(tmp_path / "in", weights(dense_module_names(2), hidden, **rows))
+    checkpoint = model(tmp_path / "in", weights(ModelSpec.dense(2).names, hidden, **rows))
     refused(checkpoint, UnsupportedError, match)
 
 
 def test_a_weight_that_is_missing(tmp_path):
-    tensors = weights(dense_module_names(2))
+    tensors = weights(ModelSpec.dense(2).names)
     del tensors["model.layers.1.self_attn.o_proj.weight"]
     match = "has no tensor 'model.layers.1.self_attn.o_proj.weight', which its config.json says"
     refused(model(tmp_path / "in", tensors), ModelError, match)
@@ -537,20 +541,20 @@ def test_a_weight_that_is_missing(tmp_path):
 
 
 def test_a_pin_mends_a_size(tmp_path):
-    checkpoint = model(tmp_path / "in", weights(dense_module_names(2), k_proj=192))
+    checkpoint = model(tmp_path / "in", weights(ModelSpec.dense(2).names, k_proj=192))
     pinned = NO_KV.model_copy(update={"pins": Pins(kinds=("qkv_proj",))})
     found = exported(checkpoint, tmp_path / "out", pinned)
     assert "model.layers.0.self_attn.qkv_proj" in found["ignored_layers"]
 
 
 def test_rows_of_a_matrix_of_its_own_may_end_in_a_part_of_a_block(tmp_path):
-    checkpoint = model(tmp_path / "in", weights(dense_module_names(2), o_proj=320))
+    checkpoint = model(tmp_path / "in", weights(ModelSpec.dense(2).names, o_proj=320))
     exported(checkpoint, tmp_path / "out")
     assert read(tmp_path / "out")["model.layers.0.self_attn.o_proj.weight_scale_inv"].shape[0] == 3
 
 
 def test_other_dtypes_and_shapes(tmp_path):
-    tensors = weights(dense_module_names(2))
+    tensors = weights(ModelSpec.dense(2).names)
     name = "model.layers.1.mlp.down_proj.weight"
     codes = model(tmp_path / "codes", tensors | {name: tensors[name].to(torch.float8_e4m3fn)})
     refused(codes, UnsupportedError, f"'{name}' has dtype F8_E4M3; FP8 is made of BF16")
@@ -559,7 +563,7 @@ def test_other_dtypes_and_shapes(tmp_path):
 
 
 def test_pins_of_some_experts_or_of_nothing(tmp_path, dense):
-    moe = model(tmp_path / "in", weights(module_names(MOE)), **MOE)
+    moe = model(tmp_path / "in", weights(ModelSpec.of(MOE).names), **MOE)
     some = NO_KV.model_copy(update={"pins": Pins(names=("*.0.mlp.experts.1.*",))})
     refused(moe, UnsupportedError, "part of 'model.layers.0.mlp.experts' in BF16", some)
     refused(dense, PinError, "layers: 7", NO_KV.model_copy(update={"pins": Pins(layers=(7,))}))
@@ -581,13 +585,13 @@ NAME = "model.layers.1.mlp.down_proj.weight"
 )
 def test_stored_scales_beside_bf16_weights(tmp_path, name, shape):
     """The first stood in the place of the computed ones."""
-    tensors = weights(dense_module_names(2)) | {name: torch.full(shape, 7.0)}
+    tensors = weights(ModelSpec.dense(2).names) | {name: torch.full(shape, 7.0)}
     match = f"'{re.escape(name)}' is stored beside the weights, as in a quantized model; give the"
     refused(model(tmp_path / "in", tensors), UnsupportedError, match)
 
 
 def test_a_weight_that_two_tensors_hold(tmp_path):
-    tensors = weights(module_names(MOE))
+    tensors = weights(ModelSpec.of(MOE).names)
     fused = "model.layers.0.mlp.experts.down_proj"
     tensors[fused] = torch.zeros(3, 256, 384).bfloat16()
     match = r"experts.0.down_proj.weight' and|'model.* hold one weight; store it once"
@@ -595,7 +599,7 @@ def test_a_weight_that_two_tensors_hold(tmp_path):
 
 
 def test_an_index_that_names_other_tensors_than_its_files(tmp_path):
-    checkpoint = model(tmp_path / "in", weights(dense_module_names(2)), files=2)
+    checkpoint = model(tmp_path / "in", weights(ModelSpec.dense(2).names), files=2)
     index = checkpoint / "model.safetensors.index.json"
     table = json.loads(index.read_text())["weight_map"]
     for change, match in (
@@ -616,8 +620,8 @@ def test_an_index_that_names_other_tensors_than_its_files(tmp_path):
     "where", ["../in/part-1.safetensors", "{}/part-1.safetensors", "a/b", ".."]
 )
 def test_an_index_that_names_files_elsewhere(tmp_path, where):
-    model(tmp_path / "other", weights(dense_module_names(2)), files=2)
-    checkpoint = model(tmp_path / "in", weights(dense_module_names(2)), files=2)
+    model(tmp_path / "other", weights(ModelSpec.dense(2).names), files=2)
+    checkpoint = model(tmp_path / "in", weights(ModelSpec.dense(2).names), files=2)
     index = checkpoint / "model.safetensors.index.json"
     named = where.format(tmp_path / "other")
     index.write_text(index.read_text().replace("part-1.safetensors", named))
@@ -667,7 +671,7 @@ def test_a_snapshot_of_a_hub_cache(dense, tmp_path):
 
 def test_all_problems_are_named_at_once_and_the_remedies_work(tmp_path):
     """One by one they cost a run each, and pins of a part of a fused module are refused."""
-    tensors = weights(dense_module_names(2), k_proj=192, gate_proj=320, up_proj=320)
+    tensors = weights(ModelSpec.dense(2).names, k_proj=192, gate_proj=320, up_proj=320)
     extra = {f"{name}_scale_inv": torch.ones(1) for name in list(tensors)}
     for name in list(tensors):
         if ".0.self_attn.o_proj" in name:
@@ -691,7 +695,7 @@ def test_all_problems_are_named_at_once_and_the_remedies_work(tmp_path):
     assert len(message) < 2500
     (checkpoint / "notes.txt").unlink()
     save_file(
-        weights(dense_module_names(2), k_proj=192, gate_proj=320, up_proj=320),
+        weights(ModelSpec.dense(2).names, k_proj=192, gate_proj=320, up_proj=320),
         checkpoint / "model.safetensors",
     )
     pins = yaml.safe_load(re.search(r"in BF16: (\{.*?\})", message)[1])
@@ -701,7 +705,7 @@ def test_all_problems_are_named_at_once_and_the_remedies_work(tmp_path):
 
 
 def test_pins_for_some_layers_alone(tmp_path):
-    tensors = weights(dense_module_names(2)) | weights(
+    tensors = weights(ModelSpec.dense(2).names) | weights(
         ["model.layers.1.mlp.down_proj"], 256, gate_proj=320
     )
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -719,7 +723,7 @@ def test_pins_for_some_layers_alone(tmp_path):
 
 
 def test_a_model_of_which_nothing_fits(tmp_path):
-    tensors = weights(dense_module_names(2), 320, q_proj=100, gate_proj=100, up_proj=100)
+    tensors = weights(ModelSpec.dense(2).names, 320, q_proj=100, gate_proj=100, up_proj=100)
     tensors |= {n: t[:, :500].contiguous() for n, t in tensors.items() if "o_proj" in n}
     match = "which leaves no weight for FP8: serve this model in BF16"
     refused(model(tmp_path / "in", tensors), UnsupportedError, match)
@@ -731,7 +735,7 @@ def test_a_model_of_which_nothing_fits(tmp_path):
 )
 def test_a_hostile_config(tmp_path, key, value):
     """An error that names file and key, or a model all the same."""
-    checkpoint = model(tmp_path / "in", weights(dense_module_names(2)), **{key: value})
+    checkpoint = model(tmp_path / "in", weights(ModelSpec.dense(2).names), **{key: value})
     for look in (lambda: plan_export(checkpoint, NO_KV), lambda: folder_module_names(checkpoint)):
         try:
             look()
@@ -758,11 +762,11 @@ def test_a_config_that_is_none(dense, text, message):
 
 
 def test_files_that_are_torn(tmp_path):
-    torn = model(tmp_path / "torn", weights(dense_module_names(2)), files=2)
+    torn = model(tmp_path / "torn", weights(ModelSpec.dense(2).names), files=2)
     file = torn / "part-1.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     refused(torn, ModelError, "part-1.safetensors' is no whole safetensors file")
-    swapped = model(tmp_path / "swapped", weights(dense_module_names(2)), files=2)
+    swapped = model(tmp_path / "swapped", weights(ModelSpec.dense(2).names), files=2)
     (swapped / "part-0.safetensors").replace(swapped / "part-1.safetensors")
     refused(swapped, ModelError, "names 'part-0.safetensors', which is not there")
 
@@ -793,7 +797,7 @@ def replaced(file: Path) -> None:
 @pytest.mark.parametrize("when", ["before", "first", "last"])
 def test_a_source_that_changes_is_never_a_mixture(tmp_path, change, name, when):
     """Between the checks and the first tensor, after it, and after the last one."""
-    checkpoint = model(tmp_path / "in", weights(dense_module_names(2)), files=2)
+    checkpoint = model(tmp_path / "in", weights(ModelSpec.dense(2).names), files=2)
     plan, seen = plan_export(checkpoint, NO_KV), []
     if when == "before":
         change(checkpoint / name)
@@ -880,7 +884,7 @@ def test_an_existing_folder_stays(dense, tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_bad_value_is_named_and_nothing_stays(tmp_path, value):
-    tensors = weights(dense_module_names(2))
+    tensors = weights(ModelSpec.dense(2).names)
     tensors["model.norm.weight"][3] = value
     checkpoint = model(tmp_path / "in", tensors)
     with pytest.raises(ModelError, match=r"'model.norm.weight' in .* has NaN or infinite values"):

@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 
 from fp8rl import PinPolicy
-from fp8rl.families import module_names
 from fp8rl.listing import listed, number_ranges
+from fp8rl.models.spec import ModelSpec
 from fp8rl.recipe import Pins
 
 LEAVES = ("self_attn.q_proj", "mlp.down_proj")
@@ -75,8 +75,8 @@ def test_the_line_about_pins_stays_short(kind):
     config = {"model_type": "qwen3", "num_hidden_layers": 60}
     if kind == "moe":
         config |= {"model_type": "qwen3_moe", "num_experts": 16}
-    policy = PinPolicy(Pins(layers=tuple(range(0, 60, 2))), module_names(config))
+    policy = PinPolicy(Pins(layers=tuple(range(0, 60, 2))), ModelSpec.of(config).names)
     assert len(policy.bf16_linears()) >= 30 * 7
     assert len(policy.summary()) < 600
-    policy = PinPolicy(Pins(last=59), module_names(config))
+    policy = PinPolicy(Pins(last=59), ModelSpec.of(config).names)
     assert len(policy.summary()) < 600

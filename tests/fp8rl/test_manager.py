@@ -9,8 +9,8 @@ import pytest
 import fp8rl
 from fp8rl import PluginManager, hookimpl
 from fp8rl.errors import PinError, PluginError
-from fp8rl.families import dense_module_names
 from fp8rl.gemm import ReferenceBackend
+from fp8rl.models.spec import ModelSpec
 from fp8rl.recipe import Pins
 
 GOOD = """
@@ -65,7 +65,7 @@ def test_an_entry_point_is_loaded(install):
     install(GOOD, name="good")
     found = PluginManager()
     assert found.has_plugin("good")
-    policy = found.pin_policy(Pins(last=1), dense_module_names(3))
+    policy = found.pin_policy(Pins(last=1), ModelSpec.dense(3).names)
     assert policy.bf16_linears()[0] == "model.layers.0.mlp.down_proj"
     assert len(policy.bf16_linears()) == 1 + 7
 
@@ -102,7 +102,7 @@ def test_a_plugin_that_cannot_be_loaded(install, code, value, reason):
     assert str(tolerant.broken["bad"]) == message
     assert not tolerant.has_plugin("bad")
     assert tolerant.has_plugin("good")
-    assert tolerant.pin_policy(Pins(), dense_module_names(1)).bf16_linears()
+    assert tolerant.pin_policy(Pins(), ModelSpec.dense(1).names).bf16_linears()
 
 
 def test_a_package_of_ours_that_is_not_installed_is_left_out(install, caplog):
@@ -112,7 +112,7 @@ def test_a_package_of_ours_that_is_not_installed_is_left_out(install, caplog):
     found = PluginManager()
     assert set(found.entry_points) == {"good"}
     assert found.broken == {}
-    assert found.pin_policy(Pins(), dense_module_names(1)).bf16_linears()
+    assert found.pin_policy(Pins(), ModelSpec.dense(1).names).bf16_linears()
     (line,) = [r.getMessage() for r in caplog.records if r.name.startswith("fp8rl")]
     assert "'no_such_demo_package', which fp8rl's plugin 'demo' is in, is not installed" in line
     # What is there and fails is an error, whoever's it is.
@@ -187,7 +187,7 @@ def test_a_hook_that_returns_the_wrong_type(hook, call):
 
 
 def test_pins_of_plugins_are_added():
-    names = dense_module_names(4)
+    names = ModelSpec.dense(4).names
     found = manager(pinning(Pins(first=1)), pinning(Pins(layers=(2,))), pinning(None))
     pinned = {row.layer for row in found.pin_policy(Pins(last=1), names).report() if row.reason}
     linears = {n.split(".")[2] for n in found.pin_policy(Pins(last=1), names).bf16_linears()}
@@ -207,12 +207,12 @@ def test_a_plugin_cannot_change_the_names_that_pins_are_resolved_for(change):
     def register_pins(module_names):
         getattr(module_names, change)(*(["x"] if change == "append" else []))
 
-    names = dense_module_names(2)
+    names = [*ModelSpec.dense(2).names]
     with pytest.raises(
         PluginError, match=f"register_pins of an fp8rl .* AttributeError: .*{change}"
     ):
         manager(SimpleNamespace(register_pins=register_pins)).pin_policy(Pins(last=1), names)
-    assert names == dense_module_names(2)
+    assert names == [*ModelSpec.dense(2).names]
 
 
 @pytest.mark.parametrize(

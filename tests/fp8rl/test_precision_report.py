@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fp8rl.families import dense_module_names, module_names
-from fp8rl.pinning import PinPolicy
+from fp8rl.models.pins import PinPolicy
+from fp8rl.models.spec import ModelSpec
 from fp8rl.precision_report import precision_section, precision_text
 from fp8rl.recipe import Pins
 
@@ -11,7 +11,7 @@ LINEARS = "qkv_proj, o_proj, gate_up_proj, down_proj"
 
 
 def test_layers_that_are_treated_alike_share_a_line():
-    rows = PinPolicy(Pins(layers=(1,)), dense_module_names(4)).report()
+    rows = PinPolicy(Pins(layers=(1,)), ModelSpec.dense(4).names).report()
     pinned = ", ".join(f"{kind} (layers: 1)" for kind in LINEARS.split(", "))
     outside = "embed_tokens (always: embed_tokens), lm_head (always: lm_head)"
     assert precision_text(rows).splitlines() == [
@@ -27,12 +27,7 @@ def test_layers_that_are_treated_alike_share_a_line():
 
 
 def test_a_part_of_the_experts_is_counted():
-    pins = Pins(names=("*.experts.1.*",))
-    text = precision_text(
-        PinPolicy(
-            pins,
-            module_names({"model_type": "qwen3_moe", "num_experts": 3, "num_hidden_layers": 1}),
-        ).report()
-    )
+    spec = ModelSpec.of({"model_type": "qwen3_moe", "num_experts": 3, "num_hidden_layers": 1})
+    text = precision_text(PinPolicy(Pins(names=("*.experts.1.*",)), spec.names).report())
     assert "FP8 qkv_proj, o_proj, experts [6 of 9]; BF16 router (always: router)" in text
     assert "experts [3 of 9] (names: *.experts.1.*)" in text

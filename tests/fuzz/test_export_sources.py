@@ -18,17 +18,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rl import Recipe, export, model_folder, weight_files
+from fp8rl import Recipe, export, weight_files
 from fp8rl.errors import Fp8RLError
 from fp8rl.export import plan_export, write_export
-from fp8rl.families import dense_module_names
+from fp8rl.models import folder
+from fp8rl.models.spec import ModelSpec
 from support.model_folders import model, read, weights
 
-FP8 = [name for name in dense_module_names(1) if name.endswith("_proj") or "self_attn" in name]
+NAMES = ModelSpec.dense(1).names
+FP8 = [name for name in NAMES if name.endswith("_proj") or "self_attn" in name]
 SCALES = {f"model.layers.0.self_attn.{role}_scale": 0.5 + n for n, role in enumerate("kv")}
 INDEX = "model.safetensors.index.json"
 SECRET = b"what is outside of the folder belongs to others"
-READERS = {module.__file__ for module in (export, model_folder, weight_files)}
+READERS = {module.__file__ for module in (export, folder, weight_files)}
 BAD_NAMES = (
     "model.layers.0.mlp.down_proj.weight_scale_inv",
     "model.layers.0.mlp.down_proj.input_scale",
@@ -48,7 +50,9 @@ def source(folder: Path, files: int, version: int = 0, hub: bool = False) -> Pat
     made = folder if not hub else folder / "snapshots" / "revision"
     tensors = {
         name: tensor[: tensor.shape[0] // 2].contiguous() * (1 + version)
-        for name, tensor in weights(dense_module_names(1), 128, gate_proj=256, up_proj=256).items()
+        for name, tensor in weights(
+            ModelSpec.dense(1).names, 128, gate_proj=256, up_proj=256
+        ).items()
     }
     for name in ("o_proj", "down_proj"):  # their columns are halved rows of others
         tensors |= {n: t.repeat(2, 1)[:, : 128 if name[0] == "d" else 256].contiguous()

@@ -37,11 +37,11 @@ from fp8rl.recipe import Pins
 from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import convert, te_classes, weight_codes_hf
 from megatron_fp8rl.export import export_hf
+from megatron_fp8rl.hf_names import module_names
 from megatron_fp8rl.kv_cache import KVCacheInTraining
 from megatron_fp8rl.norms import normalize
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.router_replay import ReplayedRoutes
-from megatron_fp8rl.sites import module_names
 from megatron_fp8rl.specs import layer_spec
 from megatron_fp8rl.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.launch import launch

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fp8rl import PinPolicy, PluginManager, Recipe, hookimpl
 from fp8rl.errors import PinError, UnsupportedError
+from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import Quantized, quantize_block
 from fp8rl.recipe import Pins
 from megatron_fp8rl import Conversion, conversion_of, convert, table, weight_codes_hf
@@ -155,7 +156,9 @@ def test_the_table_is_true_of_every_module_and_tells_of_lost_pins(tmp_path):
     in_bf16 = {name for name in checked if rows[name] == "bf16"}
     naive = PinPolicy(Pins(), [row.name for row in conversion.policy.report()])
     assert set(table.differences(tmp_path, naive)) == in_bf16 and len(in_bf16) == 2 * 7 + 1
-    naive = PinPolicy.for_dense_model(Pins(first=1, last=1), 2)  # two stages of two layers: all
+    naive = PinPolicy(
+        Pins(first=1, last=1), ModelSpec.dense(2).names
+    )  # two stages of two layers: all
     assert all(row.precision == "bf16" for row in naive.report())
     assert conversion.table_differences(tmp_path) == {}
 

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from fp8rl import PinPolicy, Recipe
-from fp8rl.families import kind_of
+from fp8rl.models.families import kind_of
+from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import Pins
 from megatron_fp8rl.table import FILE_NAME
@@ -77,7 +78,7 @@ def test_standalone(tmp_path):
     printed = run("megatron_standalone.py", tmp_path, recipe={"pins": pins})
     assert "layers 2: BF16 qkv_proj (layers: -1)" in printed
     assert losses_fall(printed)
-    check_export(tmp_path, PinPolicy.for_dense_model(Pins(**pins), 3))
+    check_export(tmp_path, PinPolicy(Pins(**pins), ModelSpec.dense(3).names))
     checkpoint = torch.load(tmp_path / "model.pt")
     assert not any("fp8" in name for name in checkpoint)
 
@@ -124,4 +125,4 @@ def test_megatron_bridge(tmp_path, door):
     source("MEGATRON_BRIDGE_SRC")
     pins = {"layers": [0], "kinds": ["o_proj"]}
     assert losses_fall(run("megatron_bridge.py", door, tmp_path, recipe={"pins": pins}))
-    check_export(tmp_path, PinPolicy.for_dense_model(Pins(**pins), 3))
+    check_export(tmp_path, PinPolicy(Pins(**pins), ModelSpec.dense(3).names))

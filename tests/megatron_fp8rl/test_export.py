@@ -21,7 +21,7 @@ from transformers import (
 
 from fp8rl import PinPolicy
 from fp8rl.errors import CheckpointError, UnsupportedError
-from fp8rl.families import module_names
+from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import dequantize_block, quantize_block
 from fp8rl.recipe import Pins
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
@@ -356,7 +356,7 @@ def _dequantized(wire: dict[str, torch.Tensor], ranks: int, rank: int) -> dict[s
 
 @pytest.mark.parametrize("ranks", [0, -1, True, "2", None])
 def test_fp8_wire_wants_a_number_of_ranks(ranks):
-    stream = fp8_wire([], PinPolicy.for_dense_model(Pins(), 1), tensor_parallel_size=ranks)
+    stream = fp8_wire([], PinPolicy(Pins(), ModelSpec.dense(1).names), tensor_parallel_size=ranks)
     with pytest.raises(UnsupportedError, match=r"^tensor_parallel_size=.*: give the number of"):
         next(stream)
 
@@ -394,7 +394,7 @@ def test_fp8_wire_sends_codes_that_the_rollout_takes_as_they_are(shape, ranks, w
     prefix = {leaf: "mlp" if "up" in leaf or leaf in ("gate_proj", "down_proj") else "self_attn"
               for leaf in weights}  # fmt: skip
     stream = [(f"model.layers.0.{prefix[leaf]}.{leaf}.weight", w) for leaf, w in weights.items()]
-    policy = PinPolicy.for_dense_model(Pins(), 1)
+    policy = PinPolicy(Pins(), ModelSpec.dense(1).names)
     with caplog.at_level("WARNING", logger="megatron_fp8rl"):
         wire = dict(fp8_wire(stream, policy, tensor_parallel_size=ranks))
     naive: dict[str, torch.Tensor] = {}
@@ -420,7 +420,7 @@ def test_fp8_wire_sends_codes_that_the_rollout_takes_as_they_are(shape, ranks, w
 def test_experts_travel_as_codes_where_no_rank_cuts_a_block():
     """An expert's matrices have a grid each in the rollout (768 rows over 4 ranks are 192)."""
     moe = {"model_type": "qwen3_moe", "num_experts": 1, "num_hidden_layers": 1}
-    policy = PinPolicy(Pins(), module_names(moe))
+    policy = PinPolicy(Pins(), ModelSpec.of(moe).names)
     names = [f"model.layers.0.mlp.experts.0.{x}_proj.weight" for x in ("gate", "up", "down")]
     for width, ranks, codes in ((768, 1, True), (768, 4, False), (192, 1, True), (768, 2, True)):
         shapes = [(width, 128), (width, 128), (128, width)]

@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
-from fp8rl.families import FAMILIES, module_names
+from fp8rl.models.families import FAMILIES
+from fp8rl.models.spec import ModelSpec
 from fp8rl.recipe import KVCache
 from megatron_fp8rl.export import export_hf
-from megatron_fp8rl.sites import module_names as trainer_names
+from megatron_fp8rl.hf_names import module_names as trainer_names
 from megatron_fp8rl.testing.models import build_gpt
 from support.megatron import convert_alone, hf_gpt, logprobs, prompts
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
@@ -53,7 +54,7 @@ def test_logprobs_equal_transformers(mcore: Any, path: Path) -> None:
 def test_names_are_the_rollouts_and_tensors_come_back(mcore: Any, path: Path) -> None:
     model = hf_gpt(path, torch.bfloat16)
     assert sorted(trainer_names(model.config)) == sorted(
-        module_names(AutoConfig.from_pretrained(path))
+        ModelSpec.of(AutoConfig.from_pretrained(path)).names
     )
     expected = load_file(path / "model.safetensors")
     found = dict(export_hf(model))

@@ -14,17 +14,18 @@ from transformers import AutoConfig
 import delta_net_ranks
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError, UnsupportedError
-from fp8rl.families import module_names as hf_module_names
 from fp8rl.kv_scales import next_scales, scale_name
+from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache, Pins
 from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import conversion_of, convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.export.mapping import read_model
+from megatron_fp8rl.hf_names import module_names
 from megatron_fp8rl.kv_cache import KVCacheInTraining
 from megatron_fp8rl.observers import QKVObserver
-from megatron_fp8rl.sites import module_names, sites
+from megatron_fp8rl.sites import sites
 from support.gated_delta_net import token_by_token
 from support.megatron import convert_alone, hf_gpt, logprobs, prompts
 from support.processes import run_ranks
@@ -161,7 +162,7 @@ def test_the_pins_of_both_engines_are_resolved_alike(mcore, paths, name):
     model, config = gpt(paths[name]), AutoConfig.from_pretrained(paths[name])
     ours, theirs = (
         {row.name: (row.precision, row.reason) for row in policy_of(model, names).report()}
-        for names in (None, hf_module_names(config))
+        for names in (None, ModelSpec.of(config).names)
     )
     assert ours == theirs
     assert ours["model.layers.1.linear_attn.in_proj_a"][0] == "bf16"
@@ -169,10 +170,10 @@ def test_the_pins_of_both_engines_are_resolved_alike(mcore, paths, name):
     assert inside[0] == "model.visual"
     stem = "model.language_model."
     assert f"{stem}layers.0.linear_attn.in_proj_qkv" in inside
-    assert len(inside) == 1 + len(hf_module_names(config))
+    assert len(inside) == 1 + len(ModelSpec.of(config).names)
 
 
-def policy_of(model: Any, names: list[str] | None) -> PinPolicy:
+def policy_of(model: Any, names: tuple[str, ...] | None) -> PinPolicy:
     return PinPolicy(RECIPE.pins, module_names(model.config) if names is None else names)
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
-from fp8rl.families import known_family, layer_parameters
+from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block
 from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.compat import without_query_norm
@@ -66,9 +66,9 @@ def test_export_returns_what_was_loaded(mcore, paths, name):
     """Under a wrapper that casts the router's bias to BF16 too: Megatron keeps it in float32."""
     expected, config = tensors_of(paths[name]), AutoConfig.from_pretrained(paths[name])
     wide = {
-        f"model.layers.{layer}.{parameter.name}"
-        for layer in range(config.num_hidden_layers)
-        for parameter in layer_parameters(known_family(config), config, layer)
+        f"model.layers.{number}.{parameter.name}"
+        for number, layer in enumerate(ModelSpec.of(config).layers)
+        for parameter in layer.parameters
         if parameter.float32
     }
     assert wide == {key for key in expected if key.endswith("e_score_correction_bias")}

@@ -12,7 +12,8 @@ from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
 from megatron_fp8rl import weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
-from megatron_fp8rl.sites import module_names, sites
+from megatron_fp8rl.hf_names import module_names
+from megatron_fp8rl.sites import sites
 from megatron_fp8rl.testing.models import build_gpt
 from support.megatron import convert_alone, dense, losses, moe, pinned
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.adapters import Diagnosis
-from fp8rl.families import module_names
+from fp8rl.models.sizes import Sizes, gib, mib
+from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import FP8_DTYPE
-from fp8rl.sizes import Sizes, gib, mib
 from support.engine import Engine
 from support.mla import RECIPE
 from vllm_fp8rl import compat, doctor, hooks
@@ -48,8 +48,8 @@ def test_sizes_count_every_parameter_of_transformers_model(name: str) -> None:
     config = CONFIGS[name]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    policy = PluginManager().pin_policy(Recipe(rollout=True).pins, module_names(config))
-    found = Sizes(config, 1).bytes(policy.report(), 1, "auto")
+    policy = PluginManager().pin_policy(Recipe(rollout=True).pins, ModelSpec.of(config).names)
+    found = Sizes(ModelSpec.of(config), 1).bytes(policy.report(), 1, "auto")
     assert found.codes + found.plain == sum(parameter.numel() for parameter in model.parameters())
     linears = [
         p
@@ -60,12 +60,12 @@ def test_sizes_count_every_parameter_of_transformers_model(name: str) -> None:
 
 
 def test_sizes_of_ranks() -> None:
-    sizes = Sizes(Qwen3Config(**SHAPE, head_dim=64), 4)
+    sizes = Sizes(ModelSpec.of(Qwen3Config(**SHAPE, head_dim=64)), 4)
     assert sizes.linear("qkv_proj")[1:3] == ((2 + 2 * 1) * 64, 256)  # a KV head on two ranks each
     assert sizes.linear("down_proj")[1:3] == (256, 384 // 4)
     assert sizes.split_problem() is None
-    assert "num_attention_heads=8" in str(Sizes(CONFIGS["llama"], 3).split_problem())
-    assert "num_attention_heads=8" in str(Sizes(CONFIGS["llama"], 16).split_problem())
+    assert "num_attention_heads=8" in str(Sizes(ModelSpec.of(CONFIGS["llama"]), 3).split_problem())
+    assert "num_attention_heads=8" in str(Sizes(ModelSpec.of(CONFIGS["llama"]), 16).split_problem())
 
 
 def test_what_it_says_is_what_an_engine_does(engine: Engine, checkpoints: dict[str, Path]) -> None:

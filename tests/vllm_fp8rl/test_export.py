@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.export import plan_export, write_export
-from fp8rl.families import FAMILIES, FUSED
+from fp8rl.models.families import FAMILIES, FUSED
 from fp8rl.numerics import dequantize_block
 from fp8rl.recipe import KVCache, Pins
 from support.engine import (

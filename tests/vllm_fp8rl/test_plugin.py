@@ -13,8 +13,8 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 import vllm_fp8rl
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import ModelError, PinError, UnsupportedError
-from fp8rl.families import dense_module_names, module_names
 from fp8rl.gemm import ReferenceBackend
+from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block, quantize_group
 from vllm_fp8rl import compat
 from vllm_fp8rl.kernels.choice import CpuKernel
@@ -88,7 +88,15 @@ def test_doctor_names_a_version_that_is_too_old_or_untested(monkeypatch):
 
 
 def test_width_that_cannot_be_split():
-    shape = SimpleNamespace(intermediate_size=328, num_hidden_layers=2)
+    shape = ModelSpec.of(
+        {
+            "vocab_size": 512,
+            "hidden_size": 256,
+            "intermediate_size": 328,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
+    )
     models.check_widths(shape, 2, expert_parallel=False)
     with pytest.raises(UnsupportedError, match=r"gate_up_proj.*intermediate_size=328.*size=3"):
         models.check_widths(shape, 3, expert_parallel=False)
@@ -98,12 +106,12 @@ def test_width_that_cannot_be_split():
 def test_a_model_without_layers_has_no_module_names(count):
     """Older transformers take such a config, and a policy of no module pins nothing."""
     with pytest.raises(ModelError, match=f"num_hidden_layers is {count}; correct it"):
-        module_names(SimpleNamespace(num_hidden_layers=count))
+        ModelSpec.of(SimpleNamespace(num_hidden_layers=count))
 
 
 def test_resolved_table_names_pins_and_groups_equal_layers(engine):
     recipe = Recipe.from_dict({"pins": {"last": 1}})
-    names = dense_module_names(4)
+    names = ModelSpec.dense(4).names
     policy = PluginManager().pin_policy(recipe.pins, names)
     table = config._table(recipe, policy)
     assert "layers 0-2: FP8 qkv_proj, o_proj" in table

@@ -36,7 +36,7 @@ from fp8rl.kernels import (
     require_served_ranks,
 )
 from fp8rl.kernels.rotary_table import LLAMA3, cos_sin_table, inverse_frequencies
-from fp8rl.pinning import PinPolicy
+from fp8rl.models.pins import PinPolicy
 from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason
 
 

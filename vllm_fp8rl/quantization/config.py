@@ -15,12 +15,12 @@ from vllm.model_executor.layers.quantization.base_config import (
 
 from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
-from fp8rl.families import family_of, module_names
+from fp8rl.models.sizes import Sizes
+from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import BLOCK
 from fp8rl.precision_report import precision_text
 from fp8rl.reading import near_miss
 from fp8rl.recipe import RECIPE_ENV
-from fp8rl.sizes import Sizes
 from vllm_fp8rl.compat import (
     expect_quantizing_loads,
     require_cpu_router,
@@ -36,10 +36,7 @@ from vllm_fp8rl.quantization.kv_connectors import check_connector
 from vllm_fp8rl.quantization.models import (
     check_architecture,
     check_cpu_scoring,
-    check_sizes,
     check_widths,
-    is_moe,
-    mtp_layers,
 )
 from vllm_fp8rl.refit.client import Changes
 from vllm_fp8rl.state import RankState
@@ -266,27 +263,24 @@ def _refuse_lost_recipe(
 def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None, mapper: Any) -> RankState:
     from vllm_fp8rl.patches.ledger import WORKER, install
 
-    _probe(engine)
+    spec = ModelSpec.of(engine.model_config.hf_config)
+    _probe(engine, spec)
     install(WORKER)
     recipe = read_recipe(engine.additional_config, of_model)
-    hf_config = engine.model_config.hf_text_config
     parallel = engine.parallel_config
-    family = check_architecture(engine.model_config.hf_config)
-    check_sizes(hf_config)
+    check_architecture(spec)
     check_widths(
-        hf_config,
-        parallel.tensor_parallel_size,
-        expert_parallel=parallel.enable_expert_parallel,
+        spec, parallel.tensor_parallel_size, expert_parallel=parallel.enable_expert_parallel
     )
-    if engine.device_config.device_type == "cpu" and is_moe(hf_config):
+    if engine.device_config.device_type == "cpu" and spec.experts:
         require_cpu_router()
-        check_cpu_scoring(hf_config)
+        check_cpu_scoring(spec)
     if engine.model_config.use_mla:
         from vllm_fp8rl.quantization.mla import check_cpu, check_latent_cache
 
         check_latent_cache(recipe.kv_cache.dtype)
         if engine.device_config.device_type == "cpu":
-            check_cpu(hf_config)
+            check_cpu(spec)
     _check_weight_transfer(engine.weight_transfer_config)
     _check_adapters(engine)
     _check_kv_cache(recipe, engine.cache_config, engine.model_config.dtype)
@@ -294,41 +288,38 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None, mapper: Any
     check_scale_source(engine.cache_config)
     check_connector(engine.kv_transfer_config)
     if engine.device_config.device_type == "cuda" and recipe.rollout:
-        experts = is_moe(hf_config)
-        set_activation_scales(recipe, experts=experts)
-        if experts and engine.lora_config is None:
+        set_activation_scales(recipe, experts=spec.experts > 0)
+        if spec.experts and engine.lora_config is None:
             offer_expert_tiles()
-    names = module_names(engine.model_config.hf_config)
-    policy = PluginManager().pin_policy(recipe.pins, names)
+    policy = PluginManager().pin_policy(recipe.pins, spec.names)
     if recipe.exact:
-        _check_exact(engine, policy)
+        _check_exact(engine, policy, experts=spec.experts > 0)
     if isinstance(engine.additional_config, dict):  # wherever it came from: part of vLLM's hash
         engine.additional_config[SETTINGS_KEY] = recipe.to_dict()
     return RankState(
         recipe,
         policy,
-        family,
+        spec,
         dummy=engine.load_config.load_format == "dummy",
         layers=engine.compilation_config.static_forward_context,
         guard=_guard(engine),
         warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens),
         replacement=_replacement(engine, recipe),
-        hf_names=HfNames(names, mapper, family.experts),
-        shapes=Sizes(engine.model_config.hf_config, ranks=1).beside_linears(),
-        mtp_layers=mtp_layers(hf_config),
+        hf_names=HfNames(spec.names, mapper, spec.family.experts),
+        shapes=Sizes(spec, ranks=1).beside_linears(),
     )
 
 
-def _probe(engine: VllmConfig) -> None:
+def _probe(engine: VllmConfig, spec: ModelSpec) -> None:
     """Refuse a vLLM that lacks what this engine relies on; warn once of one that was not tested."""
     from vllm.config import CompilationMode
 
     from vllm_fp8rl.patches.probes import require
 
-    device, family = engine.device_config.device_type, family_of(engine.model_config.hf_config)
+    device = engine.device_config.device_type
     parts = {
-        "experts": is_moe(engine.model_config.hf_text_config),
-        "linear_attention": bool(family and family.linear_attention),
+        "experts": spec.entry is None or spec.experts > 0,
+        "linear_attention": bool(spec.entry and spec.entry.linear_attention),
         "mla": engine.model_config.use_mla,
         "lora": engine.lora_config is not None,
         "compiled": engine.compilation_config.mode != CompilationMode.NONE,
@@ -351,10 +342,9 @@ def _replacement(engine: VllmConfig, recipe: Recipe) -> ModuleReplacement:
     return ModuleReplacement(engine, recipe)
 
 
-def _check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
+def _check_exact(engine: VllmConfig, policy: PinPolicy, *, experts: bool) -> None:
     from vllm_fp8rl.patches.probes import require
 
-    experts = is_moe(engine.model_config.hf_text_config)
     parts = {"exact", "rotary", engine.device_config.device_type}
     require(parts | {"experts"} if experts else parts)
     from vllm_fp8rl.kernels.exact import check_exact, check_experts

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fp8rl.errors import UnsupportedError
+from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import dequantize_block
 from vllm_fp8rl.quantization.kv_cache import (
     INT8_KV_DTYPE,
@@ -49,7 +50,7 @@ def check_latent_cache(kv_cache_dtype: str) -> None:
         )
 
 
-def check_cpu(hf_config: Any) -> None:
+def check_cpu(spec: ModelSpec) -> None:
     """Refuse what vLLM's MLA computes wrongly on a CPU, or dies of at the first request.
 
     Call it while vLLM's current config is that of the engine.
@@ -60,7 +61,7 @@ def check_cpu(hf_config: Any) -> None:
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    latent = hf_config.kv_lora_rank + hf_config.qk_rope_head_dim
+    latent = spec.value("kv_lora_rank") + spec.value("qk_rope_head_dim")
     if latent != _CPU_LATENT:
         raise UnsupportedError(
             f"kv_lora_rank + qk_rope_head_dim is {latent}, but vLLM's MLA kernel for CPUs takes "

@@ -19,8 +19,8 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from fp8rl.errors import CheckpointError, UnsupportedError
-from fp8rl.families import EXPERTS
 from fp8rl.gemm import GemmShape
+from fp8rl.models.families import EXPERTS
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 from vllm_fp8rl.kernels.choice import select_kernel
 from vllm_fp8rl.quantization.linear import dummy_weights, live_data
@@ -125,7 +125,7 @@ class _ExpertsMethod(FusedMoEMethodBase):
             padded=padded,
             tp_rank=self.moe.tp_rank,
             tp_size=self.moe.tp_size,
-            names=self.state.family.experts or EXPERTS,
+            names=self.state.spec.family.experts or EXPERTS,
         )
 
     def _incomplete(self) -> CheckpointError:

@@ -11,7 +11,7 @@ from vllm import _custom_ops
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
 from fp8rl.errors import RefitError
-from fp8rl.families import kind_of
+from fp8rl.models.families import kind_of
 from vllm_fp8rl.state import RankState
 
 Loader = Callable[[torch.Tensor, torch.Tensor], None]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fp8rl.errors import ModelError, RefitError
-from fp8rl.model_folder import read_index, require_listed
+from fp8rl.models.folder import read_index, require_listed
 from fp8rl.weight_files import REMEDY, WeightFile
 from vllm_fp8rl.refit.intake import Named
 

@@ -15,7 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from fp8rl.errors import RefitError
-from fp8rl.families import kind_of
+from fp8rl.models.families import kind_of
 
 Named = tuple[str, torch.Tensor]
 

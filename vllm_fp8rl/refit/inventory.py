@@ -28,10 +28,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from fp8rl.errors import RefitError, UnsupportedError
-from fp8rl.families import FUSED, SPANS, kind_of, tower_of
 from fp8rl.kv_scales import ROLES, parse_scale_name, scale_name
+from fp8rl.models.families import FUSED, SPANS, kind_of, tower_of
+from fp8rl.models.pins import layer_of
 from fp8rl.numerics import BLOCK, cdiv
-from fp8rl.pinning import layer_of
 from vllm_fp8rl.kv_scales import fp8_layers, required_kv_scales
 from vllm_fp8rl.refit.derived import require_nothing_derived
 from vllm_fp8rl.refit.intake import Named
@@ -128,7 +128,7 @@ class Inventory:
         }
         self._towers = {tower_of(name) for name in self.entries}
         self._mapper = getattr(type(model), "hf_to_vllm_mapper", None)
-        self._mtp_layers = state_of(model).mtp_layers
+        self._mtp_layers = state_of(model).spec.mtp_layers
         owners = (getattr(parameter, "grid", None) for _, _, parameter in self._held.values())
         grids = {id(grid): grid for grid in owners if hasattr(grid, "forget_unpaired")}
         self.grids: tuple[Any, ...] = tuple(grids.values())

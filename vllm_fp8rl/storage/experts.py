@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from fp8rl.errors import RefitError
-from fp8rl.families import EXPERTS, Experts
+from fp8rl.models.families import EXPERTS, Experts
 from fp8rl.numerics import BLOCK, FP8_DTYPE, Quantized, cdiv
 from fp8rl.recipe import ScaleFormat
 from vllm_fp8rl.storage.block_grid import (

@@ -24,8 +24,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.export import wire_scale_name
-from fp8rl.families import EXPERTS, Experts, known_family, module_names
 from fp8rl.kv_scales import Role, scale_name
+from fp8rl.models.families import EXPERTS, Experts
+from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import (
     BLOCK,
     E4M3_MAX,
@@ -126,7 +127,7 @@ def load_reference(
 
     Args:
         path: folder of a checkpoint of a family whose modules are known
-            (:mod:`fp8rl.families`), also inside a vision wrapper.
+            (:mod:`fp8rl.models.families`), also inside a vision wrapper.
         recipe: formats and pins; with ``rollout: false`` no linear layer is quantized.
         kv_scales: see :class:`Reference`.
         attention: attention implementation of transformers.
@@ -139,8 +140,8 @@ def load_reference(
         os.fspath(path), config=config, dtype=dtype, attn_implementation=attention
     )
     model.to(device).eval()  # type: ignore[arg-type]
-    policy = PinPolicy(recipe.pins, module_names(model.config))
-    experts = known_family(model.config).experts or EXPERTS
+    spec = ModelSpec.of(model.config)
+    policy, experts = PinPolicy(recipe.pins, spec.names), spec.family.experts or EXPERTS
     left_alone = set(unquantized)
     for name, module in list(model.named_modules()):
         if name in left_alone or not recipe.rollout:
@@ -182,7 +183,7 @@ def load_exported(
         None, config=config, state_dict=stored, dtype=torch.float32, attn_implementation=attention
     )
     model.eval()
-    experts = known_family(config).experts or EXPERTS
+    experts = ModelSpec.of(config).family.experts or EXPERTS
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and f"{name}.weight" in fp8:
             _fake_quantize_inputs(module, recipe)

@@ -233,7 +233,7 @@ def make_family_checkpoint(path: Path, seed: int, model_type: str, **changes: An
     Args:
         path: folder to write.
         seed: seed of the weights.
-        model_type: a ``model_type`` of :mod:`fp8rl.families`, of a text model.
+        model_type: a ``model_type`` of :mod:`fp8rl.models.families`, of a text model.
         changes: keys of the config that differ from the defaults here.
 
     Returns:

@@ -13,7 +13,7 @@ import torch
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.kernels import reference
-from fp8rl.pinning import PinPolicy
+from fp8rl.models.pins import PinPolicy
 
 REMEDY = "or set exact to false in the recipe."
 """End of a message that refuses what ``exact`` does not serve."""

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from fp8rl import PluginManager
 from fp8rl.adapters import Section
 from fp8rl.errors import ModelError
-from fp8rl.families import module_names
-from fp8rl.pinning import PinRow
+from fp8rl.models.pins import PinRow
+from fp8rl.models.sizes import GIB, Sizes
+from fp8rl.models.spec import ModelSpec
 from fp8rl.recipe import Pins
-from fp8rl.sizes import GIB, Sizes
 from nemo_rl_ext.config.drivers import DRIVERS
 from nemo_rl_ext.config.keys import Sections
 from nemo_rl_ext.doctor import memory
@@ -37,7 +37,7 @@ MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_s
 
 
 def rows_of(model: dict[str, Any], **pins: Any) -> list[PinRow]:
-    return PluginManager().pin_policy(Pins(**pins), module_names(model)).report()
+    return PluginManager().pin_policy(Pins(**pins), ModelSpec.of(model).names).report()
 
 
 def parameters(model: dict[str, Any]) -> int:
@@ -57,17 +57,17 @@ def table(section: Section) -> dict[str, str]:
 
 @pytest.mark.parametrize("model", [DENSE, MOE, {**DENSE, "tie_word_embeddings": True}])
 def test_one_rank_holds_the_whole_model(model: dict[str, Any]) -> None:
-    assert Sizes.from_dict(model, 1).elements(rows_of(model)) == parameters(model)
+    assert Sizes(ModelSpec.of(model), 1).elements(rows_of(model)) == parameters(model)
 
 
 def test_experts_are_spread_whole_or_split() -> None:
     rows = rows_of(MOE)
-    whole = Sizes.from_dict(MOE, 1).bytes(rows, 2, "auto")
+    whole = Sizes(ModelSpec.of(MOE), 1).bytes(rows, 2, "auto")
     experts = 6 * 8 * 3 * 128 * 256
-    spread = Sizes.from_dict(MOE, 1, expert_ranks=4).bytes(rows, 2, "auto")
+    spread = Sizes(ModelSpec.of(MOE), 1, expert_ranks=4).bytes(rows, 2, "auto")
     assert whole.codes - spread.codes == experts * 3 // 4
     assert spread.plain == whole.plain
-    split = Sizes.from_dict(MOE, 4).bytes(rows, 2, "auto")
+    split = Sizes(ModelSpec.of(MOE), 4).bytes(rows, 2, "auto")
     assert split.codes == whole.codes // 4
 
 
@@ -76,32 +76,36 @@ def test_weights_take_what_vllm_reports(precision: str, reported: float) -> None
     """GiB of Qwen3-8B on one GPU: "Model loading took" in the log of vLLM 0.25.1."""
     shape = json.loads((SHAPES / "qwen3_8b.json").read_text(encoding="utf-8"))
     rows = [row if precision == "fp8" else replace(row, precision="bf16") for row in rows_of(shape)]
-    weights = Sizes.from_dict(shape, 1).bytes(rows, 2, "auto").weights
+    weights = Sizes(ModelSpec.of(shape), 1).bytes(rows, 2, "auto").weights
     assert weights / GIB == pytest.approx(reported, rel=0.01)
 
 
 def test_config_json_with_another_name_or_without_a_number() -> None:
     renamed = {**MOE, "num_local_experts": 8}
     del renamed["num_experts"]
-    assert Sizes.from_dict({"text_config": renamed}, 1).elements(rows_of(MOE)) == parameters(MOE)
+    assert Sizes(ModelSpec.of({"text_config": renamed}), 1).elements(rows_of(MOE)) == parameters(
+        MOE
+    )
     for key, value in (("hidden_size", None), ("vocab_size", "many"), ("head_dim", -1)):
         with pytest.raises(ModelError, match=key):
-            Sizes.from_dict({**DENSE, key: value}, 1)
+            Sizes(ModelSpec.of({**DENSE, key: value}), 1)
     with pytest.raises(ModelError, match=r"config\.json has no key 'intermediate_size'; correct"):
-        Sizes.from_dict({k: v for k, v in DENSE.items() if k != "intermediate_size"}, 1)
+        Sizes(ModelSpec.of({k: v for k, v in DENSE.items() if k != "intermediate_size"}), 1)
 
 
 def test_rollouts() -> None:
     rows = rows_of(DENSE, first=1)
     sections = run(tensor_parallel_size=2, gpu_memory_utilization=0.5)
-    found = memory.rollout_memory(sections, DENSE, rows, kv_dtype="fp8_e4m3")
+    found = memory.rollout_memory(sections, ModelSpec.of(DENSE), rows, kv_dtype="fp8_e4m3")
     assert found.weights.codes == 5 * (256 * 64 * (8 + 4 + 4 + 8) + 3 * 256 * 384) // 2
     assert (found.weights.kv_per_token, found.bf16_kv_per_token) == (6 * 2 * 2 * 64, 6 * 4 * 2 * 64)
     problems: list[str] = []
     shown = table(memory.rollout_section(sections, found, None, problems))
     assert shown["KV cache, bytes a token"] == "1,536 in FP8; 3,072 in BF16"
     assert shown["tokens in a GiB of cache"] == f"{GIB // 1536:,}"
-    int8 = memory.rollout_memory(sections, DENSE, rows, kv_dtype="int8_per_token_head")
+    int8 = memory.rollout_memory(
+        sections, ModelSpec.of(DENSE), rows, kv_dtype="int8_per_token_head"
+    )
     shown_int8 = table(memory.rollout_section(sections, int8, None, problems))
     # 6 layers, K and V, 2 heads on a rank: 64 codes and a scale of 4 bytes each
     assert shown_int8["KV cache, bytes a token"] == "1,632 in INT8; 3,072 in BF16"
@@ -117,7 +121,7 @@ def test_rollouts() -> None:
 def test_a_cache_of_a_given_size_needs_no_size_of_the_gpu() -> None:
     sections = run()
     sections.generation["vllm_kwargs"] = {"kv_cache_memory_bytes": 3 * 6144 * 10}  # type: ignore[index]
-    found = memory.rollout_memory(sections, DENSE, rows_of(DENSE), kv_dtype="auto")
+    found = memory.rollout_memory(sections, ModelSpec.of(DENSE), rows_of(DENSE), kv_dtype="auto")
     shown = table(memory.rollout_section(sections, found, None, []))
     assert found.weights.kv_per_token == found.bf16_kv_per_token == 6144
     assert shown["tokens that fit"] == "30"

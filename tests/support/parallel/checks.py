@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8rl.families import FUSED
+from fp8rl.models.families import FUSED
 from megatron_fp8rl.testing.launch import LaunchError
 from support.parallel.run import EXPERTS, LAYERS, SINGLES, TOPOLOGIES, Topology
 

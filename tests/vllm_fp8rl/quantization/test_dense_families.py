@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
-from fp8rl.families import FAMILIES
+from fp8rl.models.families import FAMILIES
 from fp8rl.recipe import KVCache
 from support.engine import PROMPTS, SCALES, Engine, load_tensors
 from support.teacher_forced import vllm_logprobs

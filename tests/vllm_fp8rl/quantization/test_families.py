@@ -12,7 +12,7 @@ from vllm.config import set_current_vllm_config
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
-from fp8rl.families import kind_of
+from fp8rl.models.families import kind_of
 from fp8rl.recipe import KVCache, Pins
 from support.engine import Engine, load_tensors
 from support.mla import NATIVE_ROPE, ON_A_CPU

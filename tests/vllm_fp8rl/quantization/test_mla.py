@@ -26,7 +26,8 @@ from vllm.v1.attention.backend import (
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
-from fp8rl.families import LATENT_ATTENTION
+from fp8rl.models.families import LATENT_ATTENTION
+from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import dequantize_block, quantize_block
 from fp8rl.recipe import KVCache
 from support.engine import Engine, in_fp8, load_tensors, register_model, same_state
@@ -297,7 +298,7 @@ def test_an_fp8_latent_cache_is_refused(moe_engine, tmp_path: Path) -> None:
 
 def test_a_latent_that_the_kernel_does_not_take() -> None:
     with pytest.raises(UnsupportedError, match="is 160, but vLLM's MLA kernel for CPUs takes 576"):
-        check_cpu(SimpleNamespace(kv_lora_rank=128, qk_rope_head_dim=32))
+        check_cpu(ModelSpec.of({"kv_lora_rank": 128, "qk_rope_head_dim": 32}))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapMan
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError, RefitError, UnsupportedError
-from fp8rl.families import QWEN3_MOE, module_names
+from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
 from fp8rl.recipe import KVCache, Pins
 from support.engine import PROMPTS as SHORT
@@ -355,6 +355,9 @@ def config(**changes) -> SimpleNamespace:
         "num_experts": 3,
         "moe_intermediate_size": 96,
         "intermediate_size": 100,
+        "hidden_size": 256,
+        "vocab_size": 512,
+        "num_attention_heads": 4,
         "decoder_sparse_step": 2,
         "mlp_only_layers": [3],
     }
@@ -363,12 +366,12 @@ def config(**changes) -> SimpleNamespace:
 
 def resolved(**pins) -> RankState:
     recipe = Recipe(pins=Pins(**pins))
-    policy = PinPolicy(recipe.pins, module_names(config()))
-    return RankState(recipe, policy, QWEN3_MOE, True, {}, None, None, None)
+    spec = ModelSpec.of(config())
+    return RankState(recipe, PinPolicy(recipe.pins, spec.names), spec, True, {}, None, None, None)
 
 
 def test_names_follow_the_config() -> None:
-    names = module_names(config())
+    names = ModelSpec.of(config()).names
     assert [i for i in range(4) if f"model.layers.{i}.mlp.experts.2.up_proj" in names] == [1]
     assert "model.layers.3.mlp.up_proj" in names and "model.layers.1.mlp.gate" in names
 
@@ -386,11 +389,11 @@ def test_pins_of_experts_are_all_or_none() -> None:
 def test_models_and_ranks_that_are_not_served() -> None:
     other = config(model_type="new", num_local_experts=3)
     with pytest.raises(UnsupportedError, match=r"an MoE model .'new'. of an unknown family; start"):
-        check_architecture(other)
-    check_widths(config(), 4, expert_parallel=False)
-    check_widths(config(moe_intermediate_size=97), 4, expert_parallel=True)
+        check_architecture(ModelSpec.of(other))
+    check_widths(ModelSpec.of(config()), 4, expert_parallel=False)
+    check_widths(ModelSpec.of(config(moe_intermediate_size=97)), 4, expert_parallel=True)
     with pytest.raises(UnsupportedError, match=r"moe_intermediate_size=97.*size=4"):
-        check_widths(config(moe_intermediate_size=97), 4, expert_parallel=False)
+        check_widths(ModelSpec.of(config(moe_intermediate_size=97)), 4, expert_parallel=False)
 
 
 @pytest.mark.parametrize("kind", ["experts", "experts in BF16"])

@@ -16,8 +16,8 @@ import torch
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError
-from fp8rl.families import GATED_DELTA_NET
 from fp8rl.kv_scales import scale_name
+from fp8rl.models.families import GATED_DELTA_NET
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache
 from support.engine import Engine, load_tensors, same_bits, same_state

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from fp8rl.errors import RefitError, ScaleError
-from fp8rl.model_folder import INDEX
+from fp8rl.models.folder import INDEX
 from fp8rl.weight_files import WeightFile
 from support.engine import Engine, load_tensors
 from support.processes import run_code

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.errors import PinError
-from fp8rl.families import dense_module_names, kind_of
-from fp8rl.pinning import PinPolicy, layer_of
+from fp8rl.models.families import kind_of
+from fp8rl.models.pins import PinPolicy, layer_of
+from fp8rl.models.spec import ModelSpec
 from fp8rl.recipe import Pins
 
 LAYERS = 6
@@ -32,7 +33,7 @@ MOE = [
 
 
 def resolve(**pins) -> PinPolicy:
-    return PinPolicy.for_dense_model(Pins(**pins), LAYERS)
+    return PinPolicy(Pins(**pins), ModelSpec.dense(LAYERS).names)
 
 
 def test_embedding_head_and_norms_never_do():
@@ -69,8 +70,8 @@ def test_names_and_kinds():
 def test_equal_to_a_set_of_layer_numbers(data, num_layers):
     numbers = data.draw(st.lists(st.integers(-num_layers, num_layers - 1), max_size=4))
     first, last = data.draw(st.tuples(*[st.integers(0, num_layers)] * 2))
-    policy = PinPolicy.for_dense_model(
-        Pins(layers=tuple(numbers), first=first, last=last), num_layers
+    policy = PinPolicy(
+        Pins(layers=tuple(numbers), first=first, last=last), ModelSpec.dense(num_layers).names
     )
     every = list(range(num_layers))
     pinned = {every[n] for n in numbers} | set(every[:first]) | set(every[num_layers - last :])
@@ -87,7 +88,7 @@ def test_fused_names_are_known():
 
 
 def test_report_has_one_row_a_module_in_model_order():
-    assert [row.name for row in resolve(last=1).report()] == dense_module_names(LAYERS)
+    assert [row.name for row in resolve(last=1).report()] == [*ModelSpec.dense(LAYERS).names]
 
 
 def test_summary():

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fp8rl.errors import ModelError
-from fp8rl.families import (
-    FUSED,
-    WIDEST,
-    WIDTH_KEYS,
-    Module,
-    check_count,
-    expert_count,
-    is_biased,
-    known_family,
-    language_config,
-    layer_parameters,
-    modules_of,
-    shared_width,
-    value_of,
-)
 from fp8rl.gemm import GemmShape
+from fp8rl.models.families import FUSED, Module
+from fp8rl.models.pins import PinRow
+from fp8rl.models.spec import ModelSpec, value_of
 from fp8rl.numerics import BLOCK, cdiv
-from fp8rl.pinning import PinRow
 from fp8rl.recipe import KVDtype, ModuleKind
 
 GIB = 1 << 30
 _VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary (vocab_parallel_embedding.py)
-_NEEDED = ("num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -49,62 +34,34 @@ class Bytes:
 
 
 class Sizes:
-    """Sizes of a model of a known family (:mod:`fp8rl.families`), split over parallel ranks.
+    """Sizes of a model, split over parallel ranks.
 
     Args:
-        config: transformers config of the whole model, or an object or mapping with the same
-            keys; :meth:`from_dict` checks it first.
+        spec: the model.
         ranks: tensor parallel size.
         expert_ranks: number of ranks over which the experts of a layer are spread as a whole
             (expert parallel). None: each rank has a part of every expert (tensor parallel).
 
     Raises:
         UnsupportedError: the family is not known.
+        ModelError: a key that the sizes follow from is missing or no positive integer.
     """
 
-    def __init__(self, config: Any, ranks: int, *, expert_ranks: int | None = None) -> None:
-        self._family, self._whole, self._ranks = known_family(config), config, ranks
-        self._config = text = language_config(config)
-        self._expert_ranks = expert_ranks
-        heads = value_of(text, "num_attention_heads")
-        kv_heads = value_of(text, "num_key_value_heads", heads)
-        self.head_size: int = value_of(text, "head_dim") or value_of(text, "hidden_size") // heads
+    def __init__(self, spec: ModelSpec, ranks: int, *, expert_ranks: int | None = None) -> None:
+        self._spec, self._ranks, self._expert_ranks = spec, ranks, expert_ranks
+        numbers = spec.numbers
+        heads = numbers["num_attention_heads"]
+        self._kv_heads = numbers.get("num_key_value_heads", heads)
+        self.head_size = numbers.get("head_dim") or numbers["hidden_size"] // heads
         self.heads = heads // ranks
-        self.kv_heads = max(1, kv_heads // ranks)
+        self.kv_heads = max(1, self._kv_heads // ranks)
         """KV heads of one rank; with more ranks than heads, several ranks hold the same head."""
-        key = "tie_word_embeddings"
-        self.tied = bool(value_of(config, key, value_of(text, key, False)))
-        """The output layer is the embedding."""
-        self._modules = {module.name: module for module in modules_of(config)}
+        self._modules = {module.name: module for module in spec.modules}
         self._widths = self._rank_widths()
-
-    @classmethod
-    def from_dict(
-        cls, config: Mapping[str, Any], ranks: int, *, expert_ranks: int | None = None
-    ) -> Sizes:
-        """Make the sizes from the values of a ``config.json``; see the class for the arguments.
-
-        Raises:
-            ModelError: a key that the sizes follow from is missing or no positive integer.
-        """
-        family, text = known_family(config), language_config(config)
-        needed = list(_NEEDED)
-        if value_of(text, "num_hidden_layers") is not None:
-            used = {width for module in modules_of(config) for width in module.shape}
-            needed += [key for width, keys in WIDTH_KEYS.items() if width in used for key in keys]
-            if family.experts and "expert" in used:
-                needed.append(family.experts.width)
-        given = [key for key in ("num_key_value_heads", "head_dim") if text.get(key) is not None]
-        for key in (*needed, *given):
-            if key not in text:
-                raise ModelError(f"The model's config.json has no key '{key}'; correct it.")
-            check_count(key, text[key], WIDEST)
-        return cls(config, ranks, expert_ranks=expert_ranks)
 
     def split_problem(self) -> str | None:
         """Why attention cannot be split over so many ranks, as vLLM would say at its start."""
-        heads = value_of(self._config, "num_attention_heads")
-        kv_heads = value_of(self._config, "num_key_value_heads", heads)
+        heads, kv_heads = self._spec.numbers["num_attention_heads"], self._kv_heads
         if heads % self._ranks:
             name, count = "num_attention_heads", heads
         elif max(kv_heads, self._ranks) % min(kv_heads, self._ranks):
@@ -153,7 +110,7 @@ class Sizes:
             kv_dtype: of the KV cache.
             rows: resolved table of all modules on the rank. None: the rank has all layers.
         """
-        latent = self._family.attention.kv == "latent"
+        latent = self._spec.family.attention.kv == "latent"
         each = self._widths["kv_a"] if latent else 2 * self.kv_heads * self.head_size
         each *= itemsize if kv_dtype == "auto" else 1
         if kv_dtype == "int8_per_token_head":
@@ -165,7 +122,8 @@ class Sizes:
     def elements(self, rows: Sequence[PinRow]) -> int:
         """Return the number of parameters on one rank that has these modules."""
         weights = self._sum(rows, math.prod)
-        biases = self._sum([row for row in rows if self._biased(row.name)], lambda shape: shape[0])
+        biased = [row for row in rows if self._modules[row.name].bias]
+        biases = self._sum(biased, lambda shape: shape[0])
         return weights + biases + self._parameters(rows)
 
     def beside_linears(self) -> dict[str, tuple[int, ...]]:
@@ -177,8 +135,7 @@ class Sizes:
             shapes[f"{name}.weight"] = self._shape(module)
             layer, _, leaf = name.rpartition(".")
             if leaf == "input_layernorm":
-                number = int(layer.rpartition(".")[2])
-                for parameter in layer_parameters(self._family, self._config, number):
+                for parameter in self._spec.layers[int(layer.rpartition(".")[2])].parameters:
                     shape = tuple(self._widths[width] for width in parameter.shape)
                     shapes[f"{layer}.{parameter.name}"] = shape
         return shapes
@@ -209,30 +166,26 @@ class Sizes:
         return sum(
             math.prod(self._widths[width] for width in parameter.shape)
             for layer in layers
-            for parameter in layer_parameters(self._family, self._config, layer)
+            for parameter in self._spec.layers[layer].parameters
             if parameter.float32 or not float32
         )
 
-    def _biased(self, name: str) -> bool:
-        return is_biased(self._modules[name], self._config)
-
     def _shape(self, module: Module) -> tuple[int, ...]:
         """Return the shape of a module's weight on one rank; a tied output layer has no rows."""
-        if module.kind == "lm_head" and self.tied:
+        if module.kind == "lm_head" and self._spec.tied:
             return 0, self._widths["hidden"]
         if module.kind == "tower":
-            return (_tower_elements(value_of(self._whole, "vision_config")) // self._ranks,)
+            return (_tower_elements(self._spec.vision) // self._ranks,)
         return tuple(self._widths[width] for width in module.shape)
 
     def _rank_widths(self) -> dict[str, int]:
-        """Compute the widths that :attr:`fp8rl.families.Module.shape` names, for one rank."""
-        ranks, experts = self._ranks, self._family.experts
+        """Compute the widths that :attr:`fp8rl.models.families.Module.shape` names, on one rank."""
+        spec, ranks = self._spec, self._ranks
 
         def get(key: str) -> int:
-            return int(value_of(self._config, key, 0))
+            return spec.numbers.get(key, 0)
 
-        expert = get(experts.width) if experts else 0
-        shared = shared_width(self._family, self._config)
+        expert = get(spec.family.experts.width) if spec.family.experts else 0
         nope, rope, value = (
             get("qk_nope_head_dim"),
             get("qk_rope_head_dim"),
@@ -251,9 +204,9 @@ class Sizes:
             "q_and_gate": 2 * self.heads * self.head_size,
             "kv": self.kv_heads * self.head_size,
             "mlp": get("intermediate_size") // ranks,
-            "experts": expert_count(self._family, self._config),
+            "experts": spec.experts,
             "expert": expert // (1 if self._expert_ranks else ranks),
-            "shared": shared // ranks,
+            "shared": spec.shared_width // ranks,
             "q_lora": get("q_lora_rank"),
             "kv_lora": get("kv_lora_rank"),
             "kv_a": get("kv_lora_rank") + rope,

@@ -4,29 +4,16 @@ Everything that depends on the kind of a model is data here: names and kinds of 
 in BF16 and why, keys of the config, the prefix under a vision wrapper, tensors beside the linear
 layers, and what a refit has to make anew. vLLM's side, Megatron's side and NeMo RL's side read this
 one table. Names are those of Hugging Face checkpoints, without ``.weight``.
-
-A config is the mapping of a ``config.json`` or a transformers config; :func:`family_of` finds the
-family of either.
+:class:`~fp8rl.models.spec.ModelSpec` is an entry applied to the config of a model.
 """
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from fp8rl.errors import ModelError, UnsupportedError
 from fp8rl.recipe import ModuleKind
-
-_MOST = 10_000
-"""Largest number of layers or experts; a larger one is a mistake in a config."""
-WIDEST = 2**31 - 1
-"""Largest width of a matrix."""
-_MEDIA = ("vision_config", "audio_config", "thinker_config")
-"""Keys of the config of a model that takes more than text."""
-_RECURRENT = ("linear_", "mamba_")
-"""How keys of the config of a model with layers of linear attention or Mamba begin."""
 
 
 class Module(NamedTuple):
@@ -36,9 +23,10 @@ class Module(NamedTuple):
     """Name within the decoder layer, e.g. ``self_attn.q_proj``."""
     kind: ModuleKind
     shape: tuple[str, ...]
-    """Widths of the weight by name, rows first; :mod:`fp8rl.sizes` computes them."""
+    """Widths of the weight by name, rows first; :mod:`fp8rl.models.sizes` computes them."""
     bias: str = ""
-    """Key of the config that gives the module a bias; ``always``, or none."""
+    """Key of the config that gives the module a bias; ``always``, or none. In a model it is one of
+    these two."""
     when: str = ""
     """Key of the config without which the module is missing; ``!key`` for the opposite."""
     bf16: str = ""
@@ -380,7 +368,17 @@ WIDTH_KEYS: dict[str, tuple[str, ...]] = {
 :attr:`Experts.width`. The other widths follow from these."""
 
 
-def _mlp(block: str, leaves: tuple[str, ...], width: str, bias: str = "") -> Iterator[Module]:
+def mlp_modules(
+    block: str, leaves: tuple[str, ...], width: str, bias: str = ""
+) -> Iterator[Module]:
+    """Yield the linears of an MLP.
+
+    Args:
+        block: name of the MLP within the layer.
+        leaves: names of its linears, the last one down.
+        width: name of its intermediate size.
+        bias: as :attr:`Module.bias`.
+    """
     kind: ModuleKind
     for leaf in leaves:
         down = leaf == leaves[-1]
@@ -396,7 +394,7 @@ def _leaves() -> Iterator[tuple[str, Module]]:
         for block in filter(None, (family.attention, family.linear_attention)):
             for module in block.modules:
                 yield module.name.rpartition(".")[2], module
-        for module in _mlp("mlp", family.mlp, "mlp"):
+        for module in mlp_modules("mlp", family.mlp, "mlp"):
             yield module.name.rpartition(".")[2], module
 
 
@@ -407,282 +405,16 @@ _DEFAULTS = {leaf: module.bf16 for leaf, module in _leaves() if module.bf16}
 _TOWERS = tuple(dict.fromkeys(tower for family in FAMILIES for tower in family.towers))
 
 
-def value_of(config: Any, key: str, default: Any = None) -> Any:
-    """Return the value of a key of a config; ``default`` where it is missing or null."""
-    found = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
-    return default if found is None else found
-
-
-def _keys(config: Any) -> Collection[str]:
-    return config if isinstance(config, Mapping) else vars(config)
-
-
-def _needed(config: Any, key: str) -> Any:
-    """Return the value of a key, null included, and raise KeyError where it is missing."""
-    return config[key] if isinstance(config, Mapping) else getattr(config, key)
-
-
-def language_config(config: Any) -> Any:
-    """Return the language model's part of a config, which is all of it for a text model.
-
-    Raises:
-        ModelError: the config has a ``text_config`` that is no config.
-    """
-    text = value_of(config, "text_config") or config
-    if isinstance(text, str | int | float | list):
-        raise ModelError(
-            f"The model's text_config is {reprlib.repr(text)}; correct it to an object."
-        )
-    return text
-
-
-def family_of(config: Any) -> Family | None:
-    """Return the family of a model by the ``model_type`` of its language model.
-
-    Returns:
-        :data:`LLAMA` for a config without a ``model_type``; None for a type that the table does not
-        have, and for a model with experts, multi-latent or linear attention, or Mamba that its
-        family lacks.
-    """
-    text = language_config(config)
-    return None if _lacking(text) else _entry(text)
-
-
-def _lacking(text: Any) -> str:
-    """Say what kind of model the entry of its type does not describe; empty: it describes it."""
-    entry = _entry(text)
-    found = entry or LLAMA
-    if bool(value_of(text, "kv_lora_rank")) != (found.attention.kv == "latent"):
-        latent = found.attention.kv != "latent"
-        return f"a model {'with' if latent else 'without'} multi-latent attention"
-    counts = (value_of(text, key) for key in _keys(text) if "experts" in key)
-    if found.experts is None and any(isinstance(n, int) and n for n in counts):
-        return "an MoE model"
-    if found.linear_attention is None and _is_recurrent(text):
-        return "a model with linear attention or Mamba"
-    return "" if entry else "a dense model"
-
-
-def _is_recurrent(text: Any) -> bool:
-    """Tell whether a config has layers that are no attention over keys and values."""
-    kinds = value_of(text, "layer_types")
-    if isinstance(kinds, list | tuple) and any(
-        isinstance(kind, str) and (kind == "linear_attention" or "attention" not in kind)
-        for kind in kinds
-    ):
-        return True
-    return any(key.startswith(_RECURRENT) and value_of(text, key) for key in _keys(text))
-
-
-def known_family(config: Any) -> Family:
-    """Return :func:`family_of` a model.
-
-    Raises:
-        UnsupportedError: the family is not known.
-    """
-    family = family_of(config)
-    if family is None:
-        kind = value_of(language_config(config), "model_type", "this model")
-        raise UnsupportedError(
-            f"The modules of '{kind}' are not known (known: {served_types()}); add an entry to "
-            "fp8rl/families.py (docs/extending.md), or run it without FP8."
-        )
-    return family
+def entry_of(model_type: str | None) -> Family | None:
+    """Return the entry of a type, :data:`LLAMA` for none; None for a type the table lacks."""
+    if model_type is None:
+        return LLAMA
+    return next((family for family in FAMILIES if model_type in family.model_types), None)
 
 
 def served_types() -> str:
     """Return the ``model_type`` of every family, for an error about another one."""
     return ", ".join(kind for family in FAMILIES for kind in family.model_types)
-
-
-def known_type(config: Any) -> bool:
-    """Tell whether the table has the ``model_type`` of a config's language model."""
-    text = language_config(config)
-    return value_of(text, "model_type") is not None and _entry(text) is not None
-
-
-def _entry(text: Any) -> Family | None:
-    kind = value_of(text, "model_type")
-    if kind is None:
-        return LLAMA
-    return next((family for family in FAMILIES if kind in family.model_types), None)
-
-
-def modules_of(config: Any) -> list[Module]:
-    """Return the modules with weights of a whole model under their global names, in order.
-
-    Each tower of a multimodal model is one module without a shape.
-
-    Args:
-        config: the model's config, that of a multimodal wrapper included.
-
-    Raises:
-        KeyError: the config lacks a number that the names follow from.
-        ModelError: the config has a value that no model has.
-        UnsupportedError: the family is not known.
-    """
-    family, text = known_family(config), language_config(config)
-    wrapped = text is not config and bool(family.wrapper)
-    prefix = family.wrapper if wrapped else "model."
-    modules = [Module(tower, "tower", ()) for tower in family.towers if wrapped]
-    modules.append(Module(f"{prefix}embed_tokens", "embed_tokens", ("vocab", "hidden")))
-    layers = range(check_count("num_hidden_layers", _needed(text, "num_hidden_layers")))
-    if family.experts and not any(key in _keys(text) for key in family.experts.count):
-        raise KeyError(family.experts.count[-1])
-    sparse = sum(has_experts(family, text, layer) for layer in layers)
-    if sparse:
-        check_count(
-            "number of experts in all layers", sparse * expert_count(family, text), 100 * _MOST
-        )
-    for layer in layers:
-        modules += [
-            module._replace(name=f"{prefix}layers.{layer}.{module.name}")
-            for module in layer_modules(family, text, layer)
-        ]
-    modules.append(Module(f"{prefix}norm", "norm", ("hidden",)))
-    return [*modules, Module("lm_head", "lm_head", ("vocab", "hidden"))]
-
-
-def module_names(config: Any) -> list[str]:
-    """Return the global names of :func:`modules_of`, and raise its errors."""
-    return [module.name for module in modules_of(config)]
-
-
-def dense_module_names(num_layers: int) -> list[str]:
-    """Return the global names of the modules of a dense Llama-style model, in order.
-
-    Raises:
-        ModelError: ``num_layers`` is no integer from 1 to 10,000.
-    """
-    return module_names({"num_hidden_layers": num_layers})
-
-
-def layer_modules(family: Family, config: Any, layer: int) -> Iterator[Module]:
-    """Yield the modules of a decoder layer, with names within the layer and in order.
-
-    Args:
-        family: the model's family.
-        config: the language model's config.
-        layer: global number of the layer.
-    """
-    first, *others = family.norms
-    yield Module(first, "norm", ("hidden",))
-    for module in block_of(family, config, layer).modules:
-        wanted = not module.when.startswith("!")
-        if not module.when or bool(value_of(config, module.when.lstrip("!"))) == wanted:
-            yield module
-    yield from (Module(name, "norm", ("hidden",)) for name in others)
-    experts = family.experts
-    if experts is None or not has_experts(family, config, layer):
-        yield from _mlp("mlp", family.mlp, "mlp", family.mlp_bias)
-        return
-    yield Module(f"{experts.block}.gate", "router", ("experts", "hidden"))
-    if experts.shared_gate:
-        yield Module(f"{experts.block}.{experts.shared_gate}", "router", ("one", "hidden"))
-    leaves = experts.leaves if family.mlp[0] == "gate_proj" else experts.leaves[1:]
-    for number in range(expert_count(family, config)):
-        yield from _mlp(f"{experts.block}.experts.{number}", leaves, "expert")
-    if _has_shared(experts, config):
-        yield from _mlp(f"{experts.block}.{experts.shared}", family.mlp, "shared")
-
-
-def layer_parameters(family: Family, config: Any, layer: int) -> Iterator[Parameter]:
-    """Yield the tensors of a decoder layer that are no module's weight or bias, in the same way."""
-    yield from block_of(family, config, layer).parameters
-    experts = family.experts
-    if experts is not None and experts.bias and has_experts(family, config, layer):
-        yield Parameter(f"{experts.block}.{experts.bias}", ("experts",), float32=True)
-
-
-def block_of(family: Family, config: Any, layer: int) -> Block:
-    """Return the token mixer of a decoder layer."""
-    if family.linear_attention is None:
-        return family.attention
-    kind = _kind_of_layer(config, "layer_types", layer)
-    if kind is not None:
-        linear = kind == "linear_attention"
-    else:
-        every = value_of(config, "full_attention_interval", 4)
-        linear = (layer + 1) % check_count("full_attention_interval", every) != 0
-    return family.linear_attention if linear else family.attention
-
-
-def has_experts(family: Family, config: Any, layer: int) -> bool:
-    """Tell whether a decoder layer has experts, by the keys of the language model's config."""
-    if expert_count(family, config) == 0:
-        return False
-    kind = _kind_of_layer(config, "mlp_layer_types", layer)
-    if kind is not None:
-        return bool(kind == "sparse")
-    dense = value_of(config, "mlp_only_layers", ())
-    if not isinstance(dense, list | tuple):
-        raise ModelError(
-            f"The model's mlp_only_layers is {reprlib.repr(dense)}; correct it to a list."
-        )
-    step = check_count("decoder_sparse_step", value_of(config, "decoder_sparse_step", 1))
-    every = check_count("moe_layer_freq", value_of(config, "moe_layer_freq", 1))
-    return (
-        layer not in dense
-        and (layer + 1) % step == 0
-        and layer >= _number(config, "first_k_dense_replace")
-        and layer % every == 0
-    )
-
-
-def _kind_of_layer(config: Any, key: str, layer: int) -> Any:
-    """Return a layer's entry in a list of the config; None where the config has no such list."""
-    kinds = value_of(config, key)
-    if kinds is None:
-        return None
-    if not isinstance(kinds, list | tuple) or layer >= len(kinds):
-        raise ModelError(
-            f"The model's {key} is {reprlib.repr(kinds)}; correct it to a list with an entry for "
-            "each layer."
-        )
-    return kinds[layer]
-
-
-def expert_count(family: Family, config: Any) -> int:
-    """Return the number of experts of a layer that has experts; 0 for a dense family.
-
-    Raises:
-        ModelError: the config has a number that no model has.
-    """
-    for key in family.experts.count if family.experts else ():
-        if (count := value_of(config, key)) is not None:
-            return check_count(key, count)
-    return 0
-
-
-def _has_shared(experts: Experts, config: Any) -> bool:
-    key = experts.shared_width or experts.shared_count
-    return bool(key and _number(config, key))
-
-
-def _number(config: Any, key: str) -> int:
-    """Return the value of a key that may be 0 or missing.
-
-    Raises:
-        ModelError: it is no integer from 0 on.
-    """
-    return check_count(key, value_of(config, key, 0), WIDEST, least=0)
-
-
-def shared_width(family: Family, config: Any) -> int:
-    """Return the intermediate size of a layer's shared expert; 0 where there is none."""
-    experts = family.experts
-    if experts is None or not experts.shared:
-        return 0
-    if experts.shared_width:
-        return _number(config, experts.shared_width)
-    return _number(config, experts.shared_count) * value_of(config, experts.width, 0)
-
-
-def is_biased(module: Module | None, config: Any) -> bool:
-    """Tell whether a module has a bias, by the language model's config; False for None."""
-    if module is None or not module.bias:
-        return False
-    return module.bias == "always" or bool(value_of(config, module.bias))
 
 
 def kind_of(name: str) -> ModuleKind:
@@ -708,43 +440,3 @@ def default_reason(name: str) -> str:
 def tower_of(name: str) -> str | None:
     """Return the name of the tower that a module is part of; None outside the towers."""
     return next((tower for tower in _TOWERS if f"{name}.".startswith(f"{tower}.")), None)
-
-
-def unsupported_reason(config: Any, *, rollout: bool, training: bool) -> str | None:
-    """Say why a model cannot run in FP8, by its config; None if nothing speaks against it.
-
-    Args:
-        config: the config; an empty one speaks against nothing.
-        rollout: the rollout engine is to run it in FP8.
-        training: the trainer is to run it in FP8.
-    """
-    if not (rollout or training):
-        return None
-    family, text = family_of(config), language_config(config)
-    kind = value_of(text, "model_type", "no model_type")
-    media = text is not config or any(value_of(config, key) is not None for key in _MEDIA)
-    if media and not (family and family.wrapper):
-        return f"a multimodal model ('{kind}') of an unknown family"
-    if family is None:
-        if rollout or value_of(text, "kv_lora_rank"):
-            return f"{_lacking(text)} ('{kind}') of an unknown family"
-        return None
-    for side, wanted in (("rollout", rollout), ("training", training)):
-        if wanted and side in family.missing:
-            what = family.missing[side]
-            return f"a {family.name} model ('{kind}'): FP8 {side} does not serve {what} yet"
-    return None
-
-
-def check_count(key: str, value: Any, most: int = _MOST, *, least: int = 1) -> int:
-    """Return the value of a key of a config that counts layers or experts, or gives a width.
-
-    Raises:
-        ModelError: the value is no integer from ``least`` to ``most``.
-    """
-    if type(value) is not int or not least <= value <= most:
-        raise ModelError(
-            f"The model's {key} is {reprlib.repr(value)}; correct it to an integer from "
-            f"{least} to {most}."
-        )
-    return value

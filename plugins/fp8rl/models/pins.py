@@ -15,8 +15,8 @@ from fnmatch import fnmatchcase
 from typing import Literal, NoReturn
 
 from fp8rl.errors import PinError
-from fp8rl.families import FUSED, default_reason, dense_module_names, kind_of, tower_of
 from fp8rl.listing import listed
+from fp8rl.models.families import FUSED, default_reason, kind_of, tower_of
 from fp8rl.recipe import ModuleKind, Pins
 
 Precision = Literal["fp8", "bf16"]
@@ -70,11 +70,6 @@ class PinPolicy:
         self._fp8 = self._unpinned(pins, names)
         self._rows = {name: self._resolve(name) for name in names}
         self._check_fused()
-
-    @classmethod
-    def for_dense_model(cls, pins: Pins, num_layers: int) -> PinPolicy:
-        """The policy of a dense Llama-style model with ``num_layers`` decoder layers."""
-        return cls(pins, dense_module_names(num_layers))
 
     def precision(self, name: str) -> Precision:
         """``fp8`` or ``bf16`` for a global module name; fused names (``qkv_proj``) work too.

@@ -1,15 +1,16 @@
-"""Config and module names of a model, read from a folder in Hugging Face's format."""
+"""A model's folder in Hugging Face's format: its config, its description, names of its tensors."""
 
 from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fp8rl.errors import ModelError, RecipeError, UnsupportedError
-from fp8rl.families import known_type, module_names
+from fp8rl.models.families import entry_of
+from fp8rl.models.spec import ModelSpec
 from fp8rl.reading import parse_json, printable
 from fp8rl.weight_files import WeightFile, read_text
 
@@ -19,7 +20,7 @@ RECIPE_FILE = "fp8rl_recipe.json"
 """File in which a checkpoint names the recipe of its run."""
 
 
-def folder_module_names(folder: Path) -> list[str]:
+def folder_module_names(folder: Path) -> Sequence[str]:
     """Global names of the modules with weights, in the order of their layers.
 
     They follow from its ``config.json`` where the table of families knows the model. Of another
@@ -31,15 +32,17 @@ def folder_module_names(folder: Path) -> list[str]:
     """
     tensors = folder_tensors(folder)
     if tensors is None:
-        config = folder_config(folder)
         try:
-            return config_module_names(folder, config)
+            return folder_spec(folder).names
         except UnsupportedError as error:
             raise UnsupportedError(
                 f"'{folder}' has no weights to take its module names from. {error}"
             ) from None
-    if _is_there(folder / "config.json") and known_type(config := folder_config(folder)):
-        return config_module_names(folder, config)
+    if _is_there(folder / "config.json"):
+        values = folder_config(folder)
+        kind = (values.get("text_config") or values).get("model_type")
+        if kind is not None and entry_of(kind):
+            return folder_spec(folder, values).names
     modules = {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
     if not modules:
         raise ModelError(f"'{folder}' holds no weight; download the model again.")
@@ -161,26 +164,27 @@ def _unreadable(folder: Path, error: OSError) -> ModelError:
     )
 
 
-def config_module_names(folder: Path, values: Mapping[str, Any]) -> list[str]:
-    """Global names of the modules with weights that a model's config tells of.
+def folder_spec(folder: Path, values: Mapping[str, Any] | None = None) -> ModelSpec:
+    """Describe the model of a folder.
 
     Args:
-        folder: folder of the model, for errors.
-        values: see :func:`folder_config`.
+        folder: folder of the model.
+        values: of its config, where they have been read (:func:`folder_config`).
 
     Raises:
-        ModelError: a key that is missing, or has a value that no model has.
-        UnsupportedError: an MoE model of an unknown family.
+        ModelError: see :func:`folder_config`; or a key that is missing, or has a value that no
+            model has.
     """
-    config = folder / "config.json"
+    file, values = folder / "config.json", folder_config(folder) if values is None else values
     try:
-        return module_names(values)
-    except KeyError as error:
-        raise ModelError(
-            f"'{config}' has no key {error}; correct it, or download the model again."
-        ) from None
+        spec = ModelSpec.of(values)
     except ModelError as error:
-        raise ModelError(f"'{config}': {error}") from None
+        raise ModelError(f"'{file}': {error}") from None
+    if spec.missing:
+        raise ModelError(
+            f"'{file}' has no key '{spec.missing}'; correct it, or download the model again."
+        )
+    return spec
 
 
 def _read_object(file: Path) -> dict[str, Any]:

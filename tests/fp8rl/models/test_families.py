@@ -9,11 +9,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
-from fp8rl import PinPolicy, families
-from fp8rl.errors import ModelError, PinError, UnsupportedError
-from fp8rl.families import FAMILIES, FUSED, family_of, kind_of, module_names, modules_of
+from fp8rl import PinPolicy
+from fp8rl.errors import PinError
+from fp8rl.models import families
+from fp8rl.models.families import FAMILIES, FUSED, kind_of
+from fp8rl.models.sizes import Sizes
+from fp8rl.models.spec import ModelSpec
 from fp8rl.recipe import Pins
-from fp8rl.sizes import Sizes
+from support.configs import QWEN3_5, moonlight
 
 SHAPE = {
     "vocab_size": 512,
@@ -127,38 +130,32 @@ def built(case: str) -> tuple[Any, dict[str, torch.Tensor], int]:
 @pytest.mark.parametrize("case", CASES)
 def test_names_kinds_and_sizes_are_those_of_transformers(case: str) -> None:
     config, tensors, count = built(case)
-    family = family_of(config)
-    assert family is not None
+    spec = ModelSpec.of(config)
+    family = spec.family
 
-    modules = {module.name: module for module in modules_of(config)}
-    assert [*modules] == module_names(config) == module_names(config.to_dict())
+    modules = {module.name: module for module in spec.modules}
+    assert tuple(modules) == spec.names == ModelSpec.of(config.to_dict()).names
     inside = {n for n in tensors if not any(n.startswith(f"{t}.") for t in family.towers)}
     weights = {n.removesuffix(".weight") for n in inside if n.endswith(".weight")}
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    if tied:
+    assert spec.tied == bool(getattr(config, "tie_word_embeddings", False))
+    if spec.tied:
         weights.add("lm_head")
     assert set(modules) - set(family.towers) == weights
     assert bool(set(modules) & set(family.towers)) == (len(inside) < len(tensors))
 
-    text = families.language_config(config)
-    biases = {
-        n
-        for n, m in modules.items()
-        if m.bias and (m.bias == "always" or getattr(text, m.bias, False))
-    }
-    assert {f"{name}.bias" for name in biases} == {n for n in inside if n.endswith(".bias")}
-    prefix = family.wrapper if text is not config else "model."
+    biases = {f"{module.name}.bias" for module in spec.modules if module.bias}
+    assert biases == {n for n in inside if n.endswith(".bias")}
     beside = {
-        f"{prefix}layers.{layer}.{parameter.name}": parameter
-        for layer in range(text.num_hidden_layers)
-        for parameter in families.layer_parameters(family, text, layer)
+        f"{spec.stem}layers.{number}.{parameter.name}"
+        for number, layer in enumerate(spec.layers)
+        for parameter in layer.parameters
     }
-    assert set(beside) == {n for n in inside if not n.endswith((".weight", ".bias"))}
+    assert beside == {n for n in inside if not n.endswith((".weight", ".bias"))}
 
-    sizes = Sizes(config, 1)
+    sizes = Sizes(spec, 1)
     for name, module in modules.items():
         assert module.kind == kind_of(name)
-        if module.kind != "tower" and (name != "lm_head" or not tied):
+        if module.kind != "tower" and (name != "lm_head" or not spec.tied):
             assert sizes._shape(module) == tuple(tensors[f"{name}.weight"].shape), name
     rows = PinPolicy(Pins(), modules).report()
     assert sizes.elements(rows) == count
@@ -191,30 +188,8 @@ def test_a_model_type_is_in_one_entry() -> None:
     assert len(set(parts)) == len(parts)
 
 
-LLAMA_LAYERS = {"model_type": "llama", "num_hidden_layers": 2}
-
-
-def moonlight(**changes: Any) -> dict[str, Any]:
-    return {
-        "model_type": "deepseek_v3",
-        "num_hidden_layers": 2,
-        "kv_lora_rank": 512,
-        "n_routed_experts": 2,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        **changes,
-    }
-
-
-QWEN3_5 = {
-    "model_type": "qwen3_5",
-    "vision_config": {},
-    "text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 4},
-}
-
-
 def test_what_is_in_bf16_by_default_and_how_a_recipe_changes_it() -> None:
-    names = module_names(moonlight(q_lora_rank=128))
+    names = ModelSpec.of(moonlight(q_lora_rank=128)).names
     name = "model.layers.1.self_attn.kv_b_proj"
     policy = PinPolicy(Pins(), names)
     assert policy.row(name).reason.startswith("default: decode multiplies it with activations")
@@ -244,8 +219,8 @@ def test_all_wrappers_have_one_prefix() -> None:
 
 
 def test_a_hybrid_under_a_wrapper() -> None:
-    names = module_names(QWEN3_5)
-    assert names[:2] == ["model.visual", "model.language_model.embed_tokens"]
+    names = ModelSpec.of(QWEN3_5).names
+    assert names[:2] == ("model.visual", "model.language_model.embed_tokens")
     assert [n for n in names if "q_proj" in n] == ["model.language_model.layers.3.self_attn.q_proj"]
     policy = PinPolicy(Pins(first=1, names=("*visual*",)), names)
     assert policy.row("model.visual.blocks.3.attn.qkv").reason == "always: tower"
@@ -257,37 +232,6 @@ def test_a_hybrid_under_a_wrapper() -> None:
         PinPolicy(Pins(fp8=("*.in_proj_b",)), names)
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({}, None),
-        (
-            {"model_type": "new_dense", "num_hidden_layers": 2},
-            "a dense model ('new_dense') of an unknown family",
-        ),
-        ({"model_type": "new", "num_experts": 8}, "an MoE model ('new') of an unknown family"),
-        ({"model_type": "qwen3", "num_experts": 8}, "an MoE model ('qwen3') of an unknown family"),
-        (
-            {"model_type": "new", "kv_lora_rank": 512},
-            "a model with multi-latent attention ('new') of an unknown family",
-        ),
-        (
-            {"model_type": "qwen3_next", "num_experts": 0, "layer_types": ["linear_attention"]},
-            "a model with linear attention or Mamba ('qwen3_next') of an unknown family",
-        ),
-        ({"model_type": "llama", "layer_types": ["sliding_attention", "full_attention"]}, None),
-        ({"model_type": "phi3"}, "a dense model ('phi3') of an unknown family"),
-        (
-            {"model_type": "new_vl", "vision_config": {}, "text_config": {"model_type": "new"}},
-            "a multimodal model ('new') of an unknown family",
-        ),
-    ],
-)
-def test_models_of_unknown_families(config: dict[str, Any], reason: str | None) -> None:
-    assert families.unsupported_reason(config, rollout=True, training=True) == reason
-    assert families.unsupported_reason(config, rollout=False, training=False) is None
-
-
 def test_every_type_of_the_table_was_compared_with_transformers() -> None:
     """Kimi-K2 has a class of its own repository, with DeepSeek-V3's modules."""
     compared = {
@@ -295,74 +239,8 @@ def test_every_type_of_the_table_was_compared_with_transformers() -> None:
     }
     types = {kind for family in FAMILIES for kind in family.model_types}
     assert types - compared == {"mistral", "kimi_k2"}
-    assert module_names({"model_type": "mistral", "num_hidden_layers": 2}) == module_names(
-        LLAMA_LAYERS
-    )
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("apertus", "granite_swa", "helium", "hyperclovax", "jais2", "stablelm", "vaultgemma"),
-        *("phi3", "glm4", "gpt2", "opt", "starcoder2", "falcon_h1", "lfm2", "mamba"),
-    ],
-)
-def test_a_dense_model_of_another_type_is_no_llama(kind: str) -> None:
-    """Some have its linears and other tensors beside them, which a refit would not know."""
-    config = AutoConfig.for_model(kind, num_hidden_layers=2)
-    for form in (config, config.to_dict()):
-        assert family_of(form) is None
-        reason = families.unsupported_reason(form, rollout=True, training=False)
-        assert reason is not None and f"('{kind}') of an unknown family" in reason
-        with pytest.raises(
-            UnsupportedError, match=rf"'{kind}' are not known .known: llama, .*qwen3"
-        ):
-            module_names(form)
-
-
-def test_a_config_without_a_type_counts_as_llama() -> None:
-    assert family_of({"num_hidden_layers": 2}) is families.LLAMA
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-@pytest.mark.parametrize("side", ["rollout", "training"])
-def test_what_a_side_does_not_serve_is_named(family: families.Family, side: str) -> None:
-    """An engine serves a family from the moment that nothing of it is missing."""
-    kind = family.model_types[0]
-    text = {"model_type": kind, "kv_lora_rank": 512 if family.attention.kv == "latent" else None}
-    for config in (text, {"text_config": text, "vision_config": {}}):
-        wanted = {"rollout": False, "training": False, side: True}
-        found = families.unsupported_reason(config, **wanted)
-        missing = family.missing.get(side)
-        if config is not text and not family.wrapper:
-            assert found == f"a multimodal model ('{kind}') of an unknown family"
-        elif missing is None:
-            assert found is None
-        else:
-            assert (
-                found
-                == f"a {family.name} model ('{kind}'): FP8 {side} does not serve {missing} yet"
-            )
-
-
-def test_configs_that_no_model_has() -> None:
-    with pytest.raises(UnsupportedError, match=r"'new' are not known .* add an entry to fp8rl/fam"):
-        module_names({"model_type": "new", "num_experts": 8, "num_hidden_layers": 1})
-    with pytest.raises(KeyError, match="n_routed_experts"):
-        module_names({"model_type": "deepseek_v3", "kv_lora_rank": 1, "num_hidden_layers": 1})
-    with pytest.raises(ModelError, match="moe_layer_freq is 0; correct it"):
-        module_names(moonlight(moe_layer_freq=0))
-    for key, value in {"first_k_dense_replace": "a", "n_shared_experts": "2"}.items():
-        with pytest.raises(ModelError, match=f"{key} is '{value}'; correct it to an integer fr"):
-            module_names(moonlight(**{key: value}))
-    with pytest.raises(ModelError, match="n_shared_experts is -1; correct it"):
-        module_names(moonlight(n_shared_experts=-1))
-    assert not any("experts" in name for name in module_names(moonlight(n_routed_experts=None)))
-    with pytest.raises(ModelError, match=r"mlp_layer_types is .'dense'.; correct it"):
-        module_names(moonlight(mlp_layer_types=["dense"]))
-    text = QWEN3_5["text_config"] | {"layer_types": "full_attention"}
-    with pytest.raises(ModelError, match="layer_types is 'full_attention'; correct it to a list"):
-        module_names(QWEN3_5 | {"text_config": text})
+    two = [ModelSpec.of({"model_type": k, "num_hidden_layers": 2}) for k in ("mistral", "llama")]
+    assert two[0].names == two[1].names
 
 
 def test_latents_are_cached_once_and_linear_attention_not_at_all() -> None:
@@ -371,8 +249,8 @@ def test_latents_are_cached_once_and_linear_attention_not_at_all() -> None:
         ("Qwen3.5 text", 2 * 2 * 64),
         ("Llama", 4 * 256),
     ):
-        config, _, _ = built(case)
-        rows = PinPolicy(Pins(), module_names(config)).report()
+        spec = ModelSpec.of(built(case)[0])
+        rows = PinPolicy(Pins(), spec.names).report()
         layers = 4 if case == "Moonlight" else 1
-        assert Sizes(config, 1).bytes(rows, 2, "fp8_e4m3").kv_per_token == layers * expected, case
-        assert Sizes(config, 1).kv_per_token(2, "auto") == 2 * layers * expected, case
+        assert Sizes(spec, 1).bytes(rows, 2, "fp8_e4m3").kv_per_token == layers * expected, case
+        assert Sizes(spec, 1).kv_per_token(2, "auto") == 2 * layers * expected, case
