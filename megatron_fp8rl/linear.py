@@ -302,6 +302,7 @@ class _Fp8LinearFunction(torch.autograd.Function):
         # sequence parallel it has groups over tokens of other ranks.
         fused = call.training and not call.sequence_parallel
         rows, form = x.flatten(0, -2), call.state.activation_format
+        operand: Quantized | None
         if call.norm is not None:
             operand, for_wgrad = normalized_operand(rows, *call.norm, form), None
         else:

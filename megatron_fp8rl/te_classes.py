@@ -78,9 +78,13 @@ class _Fp8TELinear(Fp8Linear):
 
     check_options = staticmethod(_check_options)
 
-    def forward(
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.multiply(x)
+
+    def multiply(
         self, x: torch.Tensor, norm: tuple[torch.Tensor, float] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Multiply rows ``[.., K]``, normalized first by ``norm``, a weight and its epsilon."""
         module: Any = self
         state, weight = module.fp8_state, module.weight
         check_weight(state.name, weight)
@@ -145,7 +149,7 @@ class Fp8TELayerNormColumnParallelLinear(_Fp8TELinear, TELayerNormColumnParallel
             )
         exact = self.fp8_setup.recipe.exact
         if exact and not torch.is_grad_enabled():  # a backward would need the normalized rows
-            return super().forward(x, norm=(self.layer_norm_weight, self.eps))
+            return self.multiply(x, (self.layer_norm_weight, self.eps))
         return super().forward(normalize(self, x, exact=exact))
 
 

@@ -308,9 +308,10 @@ class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
             if self.state.recipe.exact:
                 return reference.multiply(x, layer.weight)
             return torch.nn.functional.linear(x, layer.weight, bias)
-        words = layer.shard_indices.num_org_elements
+        vocabulary: Any = layer
+        words = vocabulary.shard_indices.num_org_elements
         if self.state.recipe.exact and words <= head.FEW_WORDS:
-            return few_words(x, layer.weight, words)
+            return few_words(x, vocabulary.weight, words)
         return super().apply(layer, x, bias)
 
 
