@@ -411,6 +411,13 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
                 f"{layer.layer_number - 1} has another; set config.bias_activation_fusion to true "
                 f"and leave the other options of the activation as they are, {REMEDY}"
             )
+        if type(mlp) is MLP and mlp.linear_fc2.weight.shape[1] % GROUP:
+            raise UnsupportedError(
+                f"exact needs a multiple of {GROUP} columns on each rank in the down projection of "
+                f"layer {layer.layer_number - 1}, not {mlp.linear_fc2.weight.shape[1]}, with which "
+                "its SwiGLU is Megatron's; set tensor_model_parallel_size to 1 in both engines, "
+                f"choose another model, {_REMEDY}"
+            )
     inverse = _frequencies(chunk)
     require_fp8_linears(setup.policy)
     device = next(chunk.parameters()).device

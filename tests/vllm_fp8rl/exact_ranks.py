@@ -86,11 +86,12 @@ def trainer(folder: Path, recipe: Recipe) -> None:
                 assert torch.equal(alone, theirs), (sharded, (alone == theirs).float().mean())
             else:  # two ranks round more often, or the test sees nothing
                 assert (alone == theirs).float().mean() < 0.5
-            grads[ranks, sharded] = gradient(model, samples)
+            plain = built(folder / "plain", recipe, sequence_parallel=sharded)
+            grads[ranks, sharded] = gradient(plain, samples)
             parallel_state.destroy_model_parallel()
-    one = grads[1, False]
-    for ranks_of, grad in grads.items():
-        assert (grad - one).norm() < 0.05 * one.norm(), (ranks_of, grad.norm(), one.norm())
+    one = grads[1, False]  # of weights without heavy tails, where a rounding changes little
+    off = {case: float((grad - one).norm() / one.norm()) for case, grad in grads.items()}
+    assert max(off.values()) < 0.3, off  # without the sum over ranks it is above 0.5
     torch.distributed.destroy_process_group()  # gloo's threads must not outlive the process
     sys.stdout.write("equal\n")
 

@@ -59,9 +59,9 @@ Sequence = tuple[list[int], torch.Tensor]
 """Token numbers, and the rollout's log-probabilities of the last ones."""
 
 
-def checkpoint(path: Path, model: str) -> Path:
+def checkpoint(path: Path, model: str, **changes: int) -> Path:
     """A random model whose weights have heavy tails, as those of trained ones do."""
-    make_family_checkpoint(path, 0, model, **MODELS[model])
+    make_family_checkpoint(path, 0, model, **MODELS[model] | changes)
     tensors = load_file(path / "model.safetensors")
     for name, tensor in tensors.items():
         if tensor.dim() == 2:
@@ -225,7 +225,8 @@ def test_without_exact_they_are_not(make_loop: Callable[..., Loop]) -> None:
 @pytest.mark.parametrize(("model", "dtype"), [("llama", "auto"), ("qwen3", "fp8_e4m3")])
 def test_logprobs_of_two_ranks_are_the_rollouts(model: str, dtype: str, tmp_path: Path) -> None:
     """Both engines over two tensor-parallel ranks, the trainer with sequence parallelism too."""
-    folder = checkpoint(tmp_path / model, model)
+    folder = checkpoint(tmp_path / model, model, intermediate_size=512)
+    make_family_checkpoint(folder / "plain", 0, model, **MODELS[model] | {"intermediate_size": 512})
     recipe = json.dumps({"exact": True, "kv_cache": {"dtype": dtype}})
     done = run_forked(RANKS, "rollout", folder, recipe, timeout=300)
     assert done.returncode == 0, done.stderr[-6000:]
