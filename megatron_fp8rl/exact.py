@@ -416,7 +416,7 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
                 f"exact needs a multiple of {GROUP} columns on each rank in the down projection of "
                 f"layer {layer.layer_number - 1}, not {mlp.linear_fc2.weight.shape[1]}, with which "
                 "its SwiGLU is Megatron's; set tensor_model_parallel_size to 1 in both engines, "
-                f"choose another model, {_REMEDY}"
+                f"choose another model, {REMEDY}"
             )
     inverse = _frequencies(chunk)
     require_fp8_linears(setup.policy)
