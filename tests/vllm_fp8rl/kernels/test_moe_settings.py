@@ -92,10 +92,10 @@ def test_an_engine_on_a_gpu_sets_them(experts, adapters, rollout, offered, tmp_p
         str(path), dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True, max_model_len=64
     ).create_engine_config()
     monkeypatch.setattr(made.device_config, "device_type", "cuda")
-    monkeypatch.setattr(config, "_probe", lambda engine: None)  # of a GPU's internals
-    monkeypatch.setattr(config, "_check_adapters", lambda engine: None)
+    monkeypatch.setattr(config, "_probe", lambda *_: None)  # of a GPU's internals
+    monkeypatch.setattr(config, "_check_adapters", lambda *_: None)
     # It watches the modules that are built next, which here are another test's.
-    monkeypatch.setattr(config, "_replacement", lambda engine, recipe: None)
+    monkeypatch.setattr(config, "_replacement", lambda *_: None)
     if adapters:
         made.lora_config = SimpleNamespace()
     made.additional_config = {"fp8rl": {"rollout": rollout, "kv_cache": {"dtype": "auto"}}}
