@@ -40,7 +40,9 @@ def prepare(config: Any, driver: Driver, require: Callable[[str], None]) -> RunP
             changed then.
     """
     plain = config.model_dump()
-    config.policy.pop(PLAN, None)  # of the run whose checkpoint kept this config
+    # Of the run whose checkpoint kept this config.
+    if PLAN in section_at(plain, "policy"):
+        del config.policy[PLAN]
     if section_at(plain, LOSS).get(PLAN) is not None:
         setattr(config.loss_fn, PLAN, None)
     plan = read(plain, driver, read_model)

@@ -925,6 +925,8 @@ class MegatronPolicyWorkerImpl:
     from nemo_rl_ext.workers.megatron import Fp8MegatronPolicyWorker
 
     actor_class = Fp8MegatronPolicyWorker.__ray_metadata__.modified_class
-    worker = cloudpickle.loads(cloudpickle.dumps(actor_class))({"megatron_cfg": {}})
+    bf16 = Recipe.from_dict({"kv_cache": {"dtype": "auto", "in_training": False}})
+    only_rollouts = RunPlan(driver="grpo", recipe=bf16, sections=("policy.generation.vllm_cfg",))
+    worker = cloudpickle.loads(cloudpickle.dumps(actor_class))({PLAN: only_rollouts.to_dict()})
     assert worker.calibrate_qkv_fp8_scales(data=0, _ray_trace_ctx=None) == "upstream's"
     monkeypatch.delitem(sys.modules, "nemo_rl_ext.workers.megatron")

@@ -232,6 +232,13 @@ def test_the_check_of_a_config_without_keys_imports_nothing_of_ours() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_a_config_without_a_policy_is_refused_by_its_key() -> None:
+    """As that of `run_eval.py`, whose `generation` stands at the top."""
+    value: Any = Section(fp8rl={}, generation={})  # type: ignore[call-arg]
+    with pytest.raises(RecipeError, match=r"'fp8rl' is set, but .* run_eval\.py serves none"):
+        prepare(value, DRIVERS["eval"], lambda key: None)
+
+
 # --- what is served ---
 
 
