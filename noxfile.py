@@ -28,8 +28,13 @@ README = "tests/test_readme.py"
 VLLM, MEGATRON = "tests/vllm_fp8rl", "tests/megatron_fp8rl"
 INSTALLATIONS = f"{VLLM}/test_broken_installations.py"
 SLOW = tuple(
-    f"{VLLM}/refit/test_{name}.py"
-    for name in ("tensor_parallel", "moe_parallel", "asynchronous", "frameworks")
+    f"{VLLM}/refit/{name}.py"
+    for name in (
+        "test_tensor_parallel",
+        "test_moe_parallel",
+        "sender/test_asynchronous",
+        "test_frameworks",
+    )
 )
 RELOADS = tuple(
     f"{VLLM}/{name}.py"
@@ -37,9 +42,9 @@ RELOADS = tuple(
         "quantization/test_kv_cache",
         "quantization/test_moe",
         "refit/test_frameworks",
-        "refit/test_reload",
-        "refit/test_session",
-        "refit/test_weight_transfer",
+        "patches/test_reload",
+        "refit/receiver/test_session",
+        "refit/receiver/test_weight_transfer",
     )
 )
 QUICK = {
@@ -49,8 +54,8 @@ QUICK = {
             "attention/test_cpu",
             "patches/test_ledger",
             "quantization/test_loading",
-            "refit/test_guard",
-            "refit/test_inventory",
+            "engine/test_guard",
+            "refit/receiver/test_inventory",
             "refit/test_stale_scales",
             "test_plugin",
         )

@@ -116,7 +116,7 @@ def run_fp8rl(llm: Any, model: Any, tensors: list[Any], repeats: int) -> dict[st
     import torch
 
     from fp8rl.numerics import Quantized, all_finite, quantize_blocks
-    from vllm_fp8rl.kv_scales import required_kv_scales
+    from vllm_fp8rl.kv.scales import required_kv_scales
     from vllm_fp8rl.refit import BATCH_BYTES, refit
     from vllm_fp8rl.refit.transport import GPU_BATCH_FACTOR
 

@@ -78,7 +78,7 @@ def stream(model: Any, *, with_scales: bool) -> Iterator[tuple[str, Any]]:
     """Every HF tensor of the model, each in memory of its own, as a refit requires."""
     import torch
 
-    from vllm_fp8rl.kv_scales import required_kv_scales
+    from vllm_fp8rl.kv.scales import required_kv_scales
 
     for name, shape in required_shapes(model).items():
         made = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
@@ -90,7 +90,7 @@ def stream(model: Any, *, with_scales: bool) -> Iterator[tuple[str, Any]]:
 
 def required_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     """Return the shape of every HF tensor that a refit of the model requires, by name."""
-    from vllm_fp8rl.refit.inventory import Inventory
+    from vllm_fp8rl.refit.receiver.inventory import Inventory
 
     entries = Inventory.of(model).entries.items()
     return {name: entry.shape for name, entry in entries if entry.required}

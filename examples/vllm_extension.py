@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm_fp8rl.refit.worker import RefitMixin
+from vllm_fp8rl.refit.receiver.worker import RefitMixin
 
 
 class BucketExtension:

@@ -7,7 +7,7 @@ trainer may reach them: docs/vllm.md, "Who may reach the port")::
       --kv-cache-dtype fp8_e4m3 --generation-config vllm \\
       --additional-config '{"fp8rl": {"pins": {"last": 1}}}' \\
       --weight-transfer-config '{"backend": "fp8rl"}' \\
-      --worker-extension-cls vllm_fp8rl.refit.worker.RefitWorker
+      --worker-extension-cls vllm_fp8rl.refit.receiver.worker.RefitWorker
 
 The folder holds safetensors files with HF names, KV scales included, where every worker reads them
 under the same path. Behind it another server may be named, e.g. http://127.0.0.1:8001.

@@ -214,7 +214,7 @@ def naive_wire(tensors: dict[str, torch.Tensor], policy: PinPolicy, scale_format
 def run(case: Case, out: Path, rank: int) -> dict[str, Any]:
     from vllm.distributed import parallel_state as groups
 
-    from vllm_fp8rl.kv_scales import kv_scale_state
+    from vllm_fp8rl.kv.scales import kv_scale_state
 
     recipe = Recipe.from_dict(
         {

@@ -36,7 +36,7 @@ PUBLISHED = (
     "fp8rl.Recipe.load",
     "vllm_fp8rl.engine_args",
     "vllm_fp8rl.refit.refit",
-    "vllm_fp8rl.refit.worker.RefitWorker",
+    "vllm_fp8rl.refit.receiver.worker.RefitWorker",
     "megatron_fp8rl.convert",
     "megatron_fp8rl.Conversion",
     "megatron_fp8rl.export.export_hf",

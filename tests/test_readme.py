@@ -462,7 +462,7 @@ def test_metrics_table_names_mismatch_and_phases():
 def test_what_is_not_there_is_refused():
     """What the pages say of GPUs, as far as it can be seen without one."""
     from fp8rl.gemm import BackendChoice
-    from vllm_fp8rl.kernels.choice import select_kernel
+    from vllm_fp8rl.kernels.linear.choice import select_kernel
 
     gpu, shape = torch.device("cuda:0"), GemmShape(128, 256, 256)
     if not torch.cuda.is_available():

@@ -12,7 +12,7 @@ from typing import Any
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
-from vllm_fp8rl.names import EXTENSION, NAME, WEIGHT_TRANSFER_BACKENDS
+from vllm_fp8rl.engine.names import EXTENSION, NAME, WEIGHT_TRANSFER_BACKENDS
 
 _BACKENDS = "vllm_fp8rl.attention.backends"
 
@@ -90,7 +90,7 @@ def _register_weight_transfer() -> None:
     for backend, engine in WEIGHT_TRANSFER_BACKENDS.items():
         with contextlib.suppress(ValueError):  # registered already
             WeightTransferEngineFactory.register_engine(
-                backend, "vllm_fp8rl.refit.weight_transfer", engine
+                backend, "vllm_fp8rl.refit.receiver.weight_transfer", engine
             )
 
 

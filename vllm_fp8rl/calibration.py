@@ -18,8 +18,8 @@ import torch
 
 from fp8rl.errors import RefitError, ScaleError
 from fp8rl.kv_scales import ROLES, parse_scale_name, scale_name, scales_from_amax
-from vllm_fp8rl.kv_scales import by_place, fp8_layers, set_kv_scales
-from vllm_fp8rl.refit.client import (
+from vllm_fp8rl.kv.scales import by_place, fp8_layers, set_kv_scales
+from vllm_fp8rl.refit.sender.client import (
     Changes,
     RequestGate,
     Workers,
@@ -53,7 +53,7 @@ def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
 
     Args:
         llm: an idle engine started with ``quantization="fp8rl"`` and an FP8 KV cache.
-        scales: see :func:`vllm_fp8rl.kv_scales.set_kv_scales`.
+        scales: see :func:`vllm_fp8rl.kv.scales.set_kv_scales`.
 
     Raises:
         ScaleError: an unknown name, two names of one scale, or a bad value; nothing is set.

@@ -23,7 +23,7 @@ from vllm_fp8rl.compat import (
     unsupported_reason,
     untested,
 )
-from vllm_fp8rl.deep_gemm_warmup.nvcc import NO_NVCC, find_nvcc
+from vllm_fp8rl.warmup.nvcc import NO_NVCC, find_nvcc
 
 
 @hookimpl
@@ -38,19 +38,19 @@ def register_engine_adapters() -> list[EngineAdapter]:
 def _examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
     # vLLM reads this at import. It would log each decision and error that the report shows.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
-    from vllm_fp8rl.doctor import examine
+    from vllm_fp8rl.commands.doctor import examine
 
     return examine(model, recipe, ranks)
 
 
 def _check_export(checkpoint: Path, out: Path, recipe: Recipe) -> Diagnosis:
-    from vllm_fp8rl.export_check import check_export
+    from vllm_fp8rl.commands.export_check import check_export
 
     return check_export(checkpoint, out, recipe)
 
 
 def _record_exact(request: ExactRequest) -> None:
-    from vllm_fp8rl.exact_record import record
+    from vllm_fp8rl.commands.exact_record import record
 
     record(request)
 

@@ -25,7 +25,7 @@ KV_BACKENDS: dict[KVDtype, tuple[str, ...]] = {
 ``vllm_fp8rl.quantization.kv_cache.check_backend`` knows, and vLLM's one in INT8."""
 
 MOE_BACKENDS = ("auto", "triton", "deep_gemm")
-"""Values of vLLM's ``moe_backend`` that ``vllm_fp8rl.kernels.fused_moe`` serves."""
+"""Values of vLLM's ``moe_backend`` that ``vllm_fp8rl.kernels.moe.fused_moe`` serves."""
 
 _CORRECTION = f"{LOSS}.{BLOCK}.importance_sampling"
 

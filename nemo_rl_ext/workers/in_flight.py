@@ -52,7 +52,7 @@ class RefitInFlight:
             self._to_resume = True
         done = await update()
         if done and any(await llm.collective_rpc("kv_codes_outdated")):
-            from vllm_fp8rl.refit.client import require_emptied
+            from vllm_fp8rl.refit.sender.client import require_emptied
 
             logger.info(
                 "fp8rl: a KV scale has changed; requests in flight compute their keys again."

@@ -19,14 +19,14 @@ never give it for all K and V (:func:`nemo_rl_ext.workers.training.unlike_placeh
 
 def kv_codes_outdated(model: torch.nn.Module) -> bool:
     """Whether a model refuses to run until its KV cache, requests' blocks included, is emptied."""
-    from vllm_fp8rl.state import state_of
+    from vllm_fp8rl.engine.rank_state import state_of
 
     return state_of(model).guard.cache_outdated
 
 
 def may_run(model: torch.nn.Module) -> bool:
     """Whether the next step of a model would not be refused."""
-    from vllm_fp8rl.state import state_of
+    from vllm_fp8rl.engine.rank_state import state_of
 
     try:
         state_of(model).guard.require_ready()
@@ -84,7 +84,7 @@ class StreamedRefit:
         logger.info("fp8rl: %s", self._session.report)
 
     def _forget_scales_unless_sent(self) -> None:
-        from vllm_fp8rl.kv_scales import forget_kv_scales, kv_scale_state
+        from vllm_fp8rl.kv.scales import forget_kv_scales, kv_scale_state
 
         report = self._session.report
         assert report is not None

@@ -19,7 +19,7 @@ from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext.workers.rollout_engine import UPSTREAM_EXTENSION
 from nemo_rl_ext.workers.vllm_extension import Fp8VllmWorkerExtension
-from vllm_fp8rl.state import state_of
+from vllm_fp8rl.engine.rank_state import state_of
 
 PROMPTS = [[5, 9, 13, 200], [7, 7, 300, 41, 2]]
 SCALE = 0.05

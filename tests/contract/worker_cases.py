@@ -33,7 +33,7 @@ from nemo_rl_ext.workers.vllm import (
 )
 from nemo_rl_ext.workers.vllm_extension import Fp8VllmWorkerExtension
 from support.nemo_rl import extension
-from vllm_fp8rl.kv_scales import kv_scale_state, missing_kv_scales
+from vllm_fp8rl.kv.scales import kv_scale_state, missing_kv_scales
 
 PROMPTS = [[5, 9, 13, 200], [7, 7, 300, 41, 2, 44], [5, 9, 13, 200]]
 TOKENS = 8

@@ -21,7 +21,7 @@ from fp8rl import errors
 from support.models import MODELS, Live, differing
 from support.wire import make_wire
 from vllm_fp8rl.refit import drop_requests, refit
-from vllm_fp8rl.refit.worker import STEPS as NAMES
+from vllm_fp8rl.refit.receiver.worker import STEPS as NAMES
 
 SESSIONS = ("one", "two")
 TEXTS = ("", "one", "model.norm.weight", "\0", "x" * 300)

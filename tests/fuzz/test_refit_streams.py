@@ -62,7 +62,7 @@ def _batches(wire: Wire, rng: random.Random) -> list[list[tuple[str, Any]]]:
 
 def _by_steps(live: Live, wire: Wire, announced: bool, rng: random.Random) -> Any:
     """As a server's client does it, which gives up its own session after an error."""
-    from vllm_fp8rl.refit.worker import read_answer
+    from vllm_fp8rl.refit.receiver.worker import read_answer
 
     llm, session = live.engine.llm, f"fuzz-{rng.random()}"
 

@@ -18,12 +18,12 @@ from vllm.model_executor.model_loader.reload import (
 from fp8rl.errors import Fp8RLError, RefitError
 from support.models import MODELS, Live, differing
 from support.wire import Wire, make_wire
-from vllm_fp8rl import kv_observer
 from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
+from vllm_fp8rl.engine.rank_state import state_of
+from vllm_fp8rl.kv import observer as kv_observer
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
-from vllm_fp8rl.refit.weight_transfer import _Intake
-from vllm_fp8rl.refit.worker import read_answer
-from vllm_fp8rl.state import state_of
+from vllm_fp8rl.refit.receiver.weight_transfer import _Intake
+from vllm_fp8rl.refit.receiver.worker import read_answer
 
 PARTS = 3
 Way = Callable[[Live, Wire], Iterator[None]]

@@ -27,7 +27,7 @@ from fp8rl.errors import Fp8RLError
 from fp8rl.kv_scales import scale_names
 from support.gpu_engine import LAYERS, PROMPTS, make_checkpoints
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.refit.asynchronous import refit_async
+from vllm_fp8rl.refit.sender.asynchronous import refit_async
 from vllm_fp8rl.refit.transport import Sender
 
 NORM = "model.norm.weight"

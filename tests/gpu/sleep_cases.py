@@ -18,7 +18,7 @@ import torch
 from fp8rl import Recipe
 from fp8rl.errors import RefitError
 from support.gpu_engine import QUICK, make_checkpoints, refit_tensors, start_engine
-from vllm_fp8rl.kv_scales import kv_scale_state
+from vllm_fp8rl.kv.scales import kv_scale_state
 from vllm_fp8rl.refit import drop_requests, refit
 
 STARTED = time.perf_counter()

@@ -32,10 +32,10 @@ from support.gpu_engine import (
 )
 from support.in_flight import PROMPTS as LONGER
 from support.mixed_batch import BATCHES, CLOSE, Int8Batch, load_int8
-from vllm_fp8rl.attention.dequantize_pages import dequantize_pages
-from vllm_fp8rl.attention.int8_pages import Int8Pages, int8_pages
-from vllm_fp8rl.attention.int8_write import write_int8
-from vllm_fp8rl.attention.paged_decode import paged_decode
+from vllm_fp8rl.attention.decode import paged_decode
+from vllm_fp8rl.attention.pages.dequantize import dequantize_pages
+from vllm_fp8rl.attention.pages.int8_layout import Int8Pages, int8_pages
+from vllm_fp8rl.attention.pages.int8_write import write_int8
 from vllm_fp8rl.refit import drop_requests, refit
 
 BF16 = Recipe.from_dict({"rollout": False, "kv_cache": {"dtype": "auto"}})

@@ -9,7 +9,7 @@ from fp8rl.numerics import FP8_DTYPE
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
-decode = pytest.importorskip("vllm_fp8rl.attention.paged_decode")
+decode = pytest.importorskip("vllm_fp8rl.attention.decode")
 
 LENGTHS = [70, 0, 1, 32, 33, 500]
 K_SCALE, V_SCALE = 0.02, 0.03

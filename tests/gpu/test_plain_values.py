@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from fp8rl.errors import RefitError
-from vllm_fp8rl.values import PlainValues
+from vllm_fp8rl.engine.finite_weights import PlainValues
 
 MODEL = torch.nn.Linear(1, 1)
 

@@ -21,7 +21,7 @@ from fp8rl.recipe import KVCache, Pins
 from support.gpu_engine import PROMPTS, kv_scales, make_checkpoints, start_engine
 from support.lora import LORA, adapter, with_adapter
 from support.wrong_tensors import slope
-from vllm_fp8rl.export_check import check_export
+from vllm_fp8rl.commands.export_check import check_export
 from vllm_fp8rl.testing.hf_reference import gap, load_reference
 
 log = logging.getLogger(__name__)

@@ -28,9 +28,9 @@ from support.gpu_engine import (
 )
 from support.wrong_tensors import slope
 from vllm_fp8rl.calibration import calibrate_kv_scales
-from vllm_fp8rl.kv_scales import kv_scale_state, set_kv_scales
+from vllm_fp8rl.engine.rank_state import state_of
+from vllm_fp8rl.kv.scales import kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
-from vllm_fp8rl.state import state_of
 from vllm_fp8rl.testing.hf_reference import gap, observed_kv_scales
 
 DOWN = "model.layers.1.mlp.down_proj.weight"

@@ -29,8 +29,8 @@ from support.in_flight import (
     put,
     recompute,
 )
+from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.refit import drop_requests, refit
-from vllm_fp8rl.state import state_of
 
 Weights = dict[str, torch.Tensor]
 RECIPE = Recipe.from_dict({"kv_cache": {"recalibrate": "grow"}})

@@ -39,7 +39,7 @@ def engine_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 @pytest.fixture
 def delegated(engine_config: VllmConfig) -> Iterator[ModuleType]:
     with set_current_vllm_config(engine_config):
-        yield pytest.importorskip("vllm_fp8rl.kernels.block_gemm")
+        yield pytest.importorskip("vllm_fp8rl.kernels.linear.block_gemm")
     engine_config.kernel_config.linear_backend = "auto"
 
 
@@ -108,7 +108,7 @@ def test_rotation_in_float32(engine_config, parameters, neox):
     """vLLM's kernel with a float32 table, and Inductor's, are the formula of the CPU tests."""
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    from vllm_fp8rl.kernels.rotary import Float32Rotary
+    from vllm_fp8rl.kernels.rounding.rotary import Float32Rotary
 
     with set_current_vllm_config(engine_config), torch.device("cuda"):
         parameters = {"rope_theta": 1e6, **parameters}

@@ -43,7 +43,7 @@ from support.gpu_engine import (
     refit_tensors,
     start_engine,
 )
-from vllm_fp8rl.kernels.moe_settings import set_activation_scales
+from vllm_fp8rl.kernels.moe.settings import set_activation_scales
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.storage.experts import MATRICES, ExpertGrids, ExpertLayout, empty_stacks
 from vllm_fp8rl.testing.tiny import make_moe_checkpoint
@@ -106,7 +106,7 @@ def delegated() -> Iterator[Any]:
     set_activation_scales(RECIPE, experts=True)
     init_workspace_manager(DEVICE)
     with set_current_vllm_config(VllmConfig()):
-        yield pytest.importorskip("vllm_fp8rl.kernels.fused_moe")
+        yield pytest.importorskip("vllm_fp8rl.kernels.moe.fused_moe")
 
 
 def test_codes_and_scales_are_those_of_the_reference(experts: Experts) -> None:

@@ -19,7 +19,7 @@ from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.numerics import quantize_block
 from support.gpu_engine import GpuEngine, make_checkpoints, refit_tensors, start_engine
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.refit.receiver.inventory import Inventory
 from vllm_fp8rl.storage.block_grid import BlockGrid, WriteBatch, empty_storage
 
 BUSY = 2_000_000  # clock ticks of a kernel that only waits: about a millisecond

@@ -15,7 +15,7 @@ from fp8rl.first_layers import write_first_layers
 pytest.importorskip("vllm")
 
 from megatron_fp8rl.testing.exact_replay import _Rows, compare, trainer
-from vllm_fp8rl.exact_record import record
+from vllm_fp8rl.commands.exact_record import record
 from vllm_fp8rl.testing.tiny import make_family_checkpoint
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_hidden_layers": 3}

@@ -113,7 +113,7 @@ class Engine:
 
     def kv_scales(self) -> dict[str, float]:
         """KV scales in service, by their HF names."""
-        from vllm_fp8rl.kv_scales import kv_scale_state
+        from vllm_fp8rl.kv.scales import kv_scale_state
 
         return {scale_name(*key): value for key, value in kv_scale_state(self.model).items()}
 

@@ -30,7 +30,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 CLOSE = 0.02 if os.environ.get("TRITON_INTERPRET") == "1" else 0.006
 """Relative error of INT8's batches: Triton's interpreter truncates to bfloat16."""
-_FLASH = "vllm_fp8rl.attention.flash"
+_FLASH = "vllm_fp8rl.attention.fp8"
 _INT8 = "vllm_fp8rl.attention.int8"
 
 Requests = Sequence[tuple[int, int]]
@@ -134,7 +134,7 @@ class Batch:
 
     def _impl(self, kind: type) -> Any:
         """An implementation of fp8rl without its constructor, which asks for an engine."""
-        flash = "vllm_fp8rl.attention.flash"  # imported by now, over stand-ins without a GPU
+        flash = "vllm_fp8rl.attention.fp8"  # imported by now, over stand-ins without a GPU
         impl: Any = object.__new__(kind)
         impl.num_heads, impl.num_kv_heads, impl.head_size = self.heads, self.kv_heads, self.size
         impl.scale = self.size**-0.5
@@ -214,7 +214,7 @@ class Int8Batch(Batch):
 
 
 def load_flash() -> AbstractContextManager[Any]:
-    """Yield ``vllm_fp8rl.attention.flash``, on a CPU with stand-ins for what needs a GPU."""
+    """Yield ``vllm_fp8rl.attention.fp8``, on a CPU with stand-ins for what needs a GPU."""
     return _load(_FLASH)
 
 
@@ -231,9 +231,9 @@ def _load(path: str) -> Iterator[Any]:
     from vllm.v1.attention.backends import fa_utils
 
     stand_ins = {
-        "paged_decode": [paged_decode, splits_for],
-        "dequantize_pages": [dequantize_pages],
-        "int8_write": [write_int8],
+        "decode": [paged_decode, splits_for],
+        "pages.dequantize": [dequantize_pages],
+        "pages.int8_write": [write_int8],
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fa_utils, "flash_attn_varlen_func", flash_attn_varlen_func, raising=False)

@@ -17,10 +17,10 @@ from fp8rl.gemm import ReferenceBackend
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block, quantize_group
 from vllm_fp8rl import compat
-from vllm_fp8rl.kernels.choice import CpuKernel
+from vllm_fp8rl.kernels.linear.choice import CpuKernel
 from vllm_fp8rl.quantization import config, models
 from vllm_fp8rl.quantization.config import Fp8RLConfig
-from vllm_fp8rl.refit.worker import has_refit_methods
+from vllm_fp8rl.refit.receiver.worker import has_refit_methods
 
 
 def test_register_any_number_of_times():

@@ -9,7 +9,7 @@ from vllm_fp8rl.patches.probes import failures
 
 _OURS = {
     "CPU_ATTN": ("cpu", "vllm_fp8rl.attention.cpu.Fp8RLCpuBackend"),
-    "FLASH_ATTN": ("cuda", "vllm_fp8rl.attention.flash.Fp8RLFlashBackend"),
+    "FLASH_ATTN": ("cuda", "vllm_fp8rl.attention.fp8.Fp8RLFlashBackend"),
     "TRITON_ATTN": ("cuda", "vllm_fp8rl.attention.int8.Fp8RLTritonBackend"),
 }
 """Name of a backend -> device whose probes it needs, path of the class."""

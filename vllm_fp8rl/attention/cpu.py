@@ -37,11 +37,11 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
-from vllm_fp8rl.attention.batch import extended
 from vllm_fp8rl.attention.cpu_exact import Int8Cache, attend_requests
 from vllm_fp8rl.attention.exact import is_exact, require_served
+from vllm_fp8rl.attention.split_batch import extended
 from vllm_fp8rl.compat import attention_isa, int8_pages_have_scales
-from vllm_fp8rl.names import uses_fp8rl
+from vllm_fp8rl.engine.names import uses_fp8rl
 from vllm_fp8rl.quantization.kv_cache import INT8_KV_DTYPE, check_kv_cache_dtype
 
 _CONSTRUCTOR = signature(CPUAttentionBackendImpl.__init__)

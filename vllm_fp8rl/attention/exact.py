@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 import torch
 
 from fp8rl.errors import UnsupportedError
-from vllm_fp8rl.attention.batch import Prompts
-from vllm_fp8rl.names import uses_fp8rl
+from vllm_fp8rl.attention.split_batch import Prompts
+from vllm_fp8rl.engine.names import uses_fp8rl
 
 
 class ExactAttention:
@@ -41,7 +41,7 @@ class ExactAttention:
         v_scale: torch.Tensor | None,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute attention of a batch, as ``vllm_fp8rl.attention.flash.attend_batch``.
+        """Compute attention of a batch, as ``vllm_fp8rl.attention.fp8.attend_batch``.
 
         Over a cache in bfloat16 the scales are None.
         """

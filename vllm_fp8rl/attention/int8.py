@@ -2,11 +2,11 @@
 
 vLLM has the format, ``kv_cache_dtype="int8_per_token_head"``, in its Triton backend, whose kernel
 takes three to eight times as long as FlashAttention over BF16 (``docs/measurements/kernels.md``).
-Here decodes run in :mod:`vllm_fp8rl.attention.paged_decode`, as fast as over E4M3, and prompts in
+Here decodes run in :mod:`vllm_fp8rl.attention.decode`, as fast as over E4M3, and prompts in
 FlashAttention 3 over a 16-bit copy of their keys and values, as in
-:mod:`vllm_fp8rl.attention.flash`. The cache's pages have another order of bytes than vLLM's
-(:mod:`vllm_fp8rl.attention.int8_pages`). The backend is registered as ``TRITON_ATTN``, the only one
-that vLLM chooses for this format.
+:mod:`vllm_fp8rl.attention.fp8`. The cache's pages have another order of bytes than vLLM's
+(:mod:`vllm_fp8rl.attention.pages.int8_layout`). The backend is registered as ``TRITON_ATTN``, the
+only one that vLLM chooses for this format.
 
 An engine that is not served (``_serves``), one without ``quantization="fp8rl"`` and one with a
 cache of another format keep vLLM's behaviour altogether; a layer that is not (``_served``) keeps
@@ -35,12 +35,12 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fp8rl.errors import UnsupportedError
-from vllm_fp8rl.attention.batch import Prompts, extended, most_keys, split_batch
 from vllm_fp8rl.attention.exact import require_served
-from vllm_fp8rl.attention.flash import HEAD_SIZES, batch_attention, kernels_compute
-from vllm_fp8rl.attention.int8_pages import int8_pages
-from vllm_fp8rl.attention.int8_write import write_int8
-from vllm_fp8rl.names import uses_fp8rl
+from vllm_fp8rl.attention.fp8 import HEAD_SIZES, batch_attention, kernels_compute
+from vllm_fp8rl.attention.pages.int8_layout import int8_pages
+from vllm_fp8rl.attention.pages.int8_write import write_int8
+from vllm_fp8rl.attention.split_batch import Prompts, extended, most_keys, split_batch
+from vllm_fp8rl.engine.names import uses_fp8rl
 from vllm_fp8rl.quantization.kv_cache import INT8_KV_DTYPE
 
 logger = init_logger("vllm.fp8rl")

@@ -1,6 +1,6 @@
 """Norm, rotation and the checks of an engine that computes exactly what the trainer does.
 
-The modules are put in by :mod:`vllm_fp8rl.kernels.replacement`. Their kernels are custom
+The modules are put in by :mod:`vllm_fp8rl.kernels.replaced_modules`. Their kernels are custom
 operations, which torch.compile neither splits nor fuses.
 """
 
@@ -37,7 +37,7 @@ from fp8rl.kernels import (
 )
 from fp8rl.kernels.rotary_table import LLAMA3, cos_sin_table, inverse_frequencies
 from fp8rl.models.pins import PinPolicy
-from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason
+from vllm_fp8rl.kernels.rounding.rotary import Float32Rotary, kept_reason
 
 
 @torch.library.custom_op("fp8rl::exact_norm", mutates_args=(), device_types=("cuda", "cpu"))

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from vllm_fp8rl.names import uses_fp8rl
+from vllm_fp8rl.engine.names import uses_fp8rl
 
 
 def reset_and_tell(reset: Callable[..., bool]) -> Callable[..., bool]:
@@ -21,7 +21,7 @@ def reset_and_tell(reset: Callable[..., bool]) -> Callable[..., bool]:
             return emptied
         options = inspect.signature(reset).bind(core, *args, **kwargs).arguments
         if options.get("reset_connector") or core.vllm_config.kv_transfer_config is None:
-            from vllm_fp8rl.refit.worker import cache_emptied
+            from vllm_fp8rl.refit.receiver.worker import cache_emptied
 
             core.model_executor.collective_rpc(cache_emptied)
         return emptied
@@ -35,7 +35,7 @@ def rpc_unless_busy(rpc: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     def collective_rpc(core: Any, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         if not uses_fp8rl(core.vllm_config):
             return rpc(core, method, *args, **kwargs)
-        from vllm_fp8rl.refit import worker
+        from vllm_fp8rl.refit.receiver import worker
 
         busy = core.scheduler.has_unfinished_requests() and not core.is_scheduler_paused()
         if busy and method in worker.NEED_IDLE:

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from fp8rl.errors import Fp8RLError
-from vllm_fp8rl.names import uses_fp8rl
+from vllm_fp8rl.engine.names import uses_fp8rl
 
 logger = init_logger("vllm.fp8rl")
 _CHECK = "fp8rl_refit_check"
@@ -41,16 +41,16 @@ def ask_before_first(add: Callable[..., Any]) -> Callable[..., Any]:
 def _must_ask(engine: Any) -> bool:
     if not uses_fp8rl(engine.vllm_config):
         return False
-    from vllm_fp8rl.refit.client import Changes
-    from vllm_fp8rl.refit.worker import has_refit_methods
+    from vllm_fp8rl.refit.receiver.worker import has_refit_methods
+    from vllm_fp8rl.refit.sender.client import Changes
 
     extension = engine.vllm_config.parallel_config.worker_extension_cls
     return not Changes.of(engine).could_run and has_refit_methods(extension)
 
 
 def _take(engine: Any, answers: list[Any]) -> None:
-    from vllm_fp8rl.refit.client import Changes
-    from vllm_fp8rl.refit.worker import read_answer
+    from vllm_fp8rl.refit.receiver.worker import read_answer
+    from vllm_fp8rl.refit.sender.client import Changes
 
     try:
         for answer in answers:

@@ -160,18 +160,19 @@ _ASK_HOW = "asks the workers until they once could run, e.g. whether KV scales a
 GATES = (
     Patch(
         "vllm.v1.engine.llm_engine", "LLMEngine.add_request", (),
-        _GATE_WHY, _ASK_HOW + _GATE_HOW + " (refit/client.py)", _GATE_UNTIL, ask_before_first,
+        _GATE_WHY, _ASK_HOW + _GATE_HOW + " (refit/sender/client.py)", _GATE_UNTIL,
+        ask_before_first,
     ),
     *(
         Patch(
             "vllm.v1.engine.async_llm", f"AsyncLLM.{name}", (),
-            _GATE_WHY, _GATE_HOW + " (refit/asynchronous.py)", _GATE_UNTIL, None,
+            _GATE_WHY, _GATE_HOW + " (refit/sender/asynchronous.py)", _GATE_UNTIL, None,
         )
         for name in ("generate", "encode")
     ),
     Patch(
         "vllm.v1.engine.async_llm", "AsyncLLM.add_request", (),
-        _GATE_WHY, _ASK_HOW + _GATE_HOW + " (refit/asynchronous.py)", _GATE_UNTIL,
+        _GATE_WHY, _ASK_HOW + _GATE_HOW + " (refit/sender/asynchronous.py)", _GATE_UNTIL,
         ask_before_first,
     ),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm_fp8rl.names import NAME
+from vllm_fp8rl.engine.names import NAME
 
 
 def keep_unpacked(process: Callable[..., None]) -> Callable[..., None]:

@@ -15,13 +15,13 @@ import torch
 from fp8rl.errors import CheckpointError, Fp8RLError
 from fp8rl.kv_scales import Role, parse_scale_name, require_one_name
 from vllm_fp8rl.compat import reported_name
-from vllm_fp8rl.guard import RefitGuard
-from vllm_fp8rl.kv_observer import stop_observing
+from vllm_fp8rl.engine.guard import RefitGuard
+from vllm_fp8rl.engine.rank_state import RankState, find_state, state_of
+from vllm_fp8rl.kv.observer import stop_observing
 from vllm_fp8rl.patches.reload import LayerwiseReload
-from vllm_fp8rl.refit.derived import require_nothing_derived
-from vllm_fp8rl.refit.intake import Named, pulled, scalars_on_host
-from vllm_fp8rl.refit.inventory import Entry, Inventory, entries_of, require_fit
-from vllm_fp8rl.state import RankState, find_state, state_of
+from vllm_fp8rl.refit.receiver.derived import require_nothing_derived
+from vllm_fp8rl.refit.receiver.inventory import Entry, Inventory, entries_of, require_fit
+from vllm_fp8rl.refit.tensor_stream import Named, pulled, scalars_on_host
 
 Walk = Callable[[Iterable[Named]], set[str]]
 
@@ -65,10 +65,10 @@ def _load(
     """Load tensors with the model closed, by the inventory where it has a route for each.
 
     Raises:
-        UnsupportedError: see :func:`~vllm_fp8rl.refit.derived.require_nothing_derived`.
+        UnsupportedError: see :func:`~vllm_fp8rl.refit.receiver.derived.require_nothing_derived`.
         CheckpointError: see :func:`_require_whole`.
         RefitError: a refit or another load is under way; an item that is no name with a plain
-            tensor; or see :meth:`vllm_fp8rl.values.PlainValues.look`.
+            tensor; or see :meth:`vllm_fp8rl.engine.finite_weights.PlainValues.look`.
         ScaleError: two names of one KV scale.
     """
     _WALKING.set(True)
@@ -156,7 +156,8 @@ def _check(weights: Sequence[Named], model: torch.nn.Module, entries: Mapping[st
     """Check tensors before anything of them is written.
 
     Raises:
-        RefitError: see :func:`require_fit` and :meth:`vllm_fp8rl.values.PlainValues.look`.
+        RefitError: see :func:`require_fit` and
+            :meth:`vllm_fp8rl.engine.finite_weights.PlainValues.look`.
     """
     for name, tensor in weights:
         if name in entries:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from fp8rl.errors import RefitError, UnsupportedError
-from vllm_fp8rl.guard import REMEDY
-from vllm_fp8rl.kv_observer import stop_observing
-from vllm_fp8rl.kv_scales import forget_kv_scales
-from vllm_fp8rl.names import NAME, uses_fp8rl
-from vllm_fp8rl.refit.intake import Named, came_twice, pulled
-from vllm_fp8rl.refit.inventory import Inventory, require_one_stage
-from vllm_fp8rl.state import find_state, state_of
+from vllm_fp8rl.engine.guard import REMEDY
+from vllm_fp8rl.engine.names import NAME, uses_fp8rl
+from vllm_fp8rl.engine.rank_state import find_state, state_of
+from vllm_fp8rl.kv.observer import stop_observing
+from vllm_fp8rl.kv.scales import forget_kv_scales
+from vllm_fp8rl.refit.receiver.inventory import Inventory, require_one_stage
+from vllm_fp8rl.refit.tensor_stream import Named, came_twice, pulled
 
 
 class Reload:

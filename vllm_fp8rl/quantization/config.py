@@ -27,25 +27,25 @@ from vllm_fp8rl.compat import (
     require_supported,
     untested,
 )
-from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
-from vllm_fp8rl.guard import RefitGuard
-from vllm_fp8rl.hf_names import HfNames
-from vllm_fp8rl.kernels.moe_settings import offer_expert_tiles, set_activation_scales
-from vllm_fp8rl.names import NAME, WEIGHT_TRANSFER_BACKENDS
+from vllm_fp8rl.engine.guard import RefitGuard
+from vllm_fp8rl.engine.hf_names import HfNames
+from vllm_fp8rl.engine.names import NAME, WEIGHT_TRANSFER_BACKENDS
+from vllm_fp8rl.engine.rank_state import RankState
+from vllm_fp8rl.kernels.moe.settings import offer_expert_tiles, set_activation_scales
 from vllm_fp8rl.quantization.kv_connectors import check_connector
 from vllm_fp8rl.quantization.models import (
     check_architecture,
     check_cpu_scoring,
     check_widths,
 )
-from vllm_fp8rl.refit.client import Changes
-from vllm_fp8rl.state import RankState
+from vllm_fp8rl.refit.sender.client import Changes
+from vllm_fp8rl.warmup import KernelWarmup
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
 
-    from vllm_fp8rl.kernels.replacement import ModuleReplacement
+    from vllm_fp8rl.kernels.replaced_modules import ModuleReplacement
 
 # Under vLLM's name, so that its log level and format apply in every worker.
 logger = init_logger("vllm.fp8rl")
@@ -334,7 +334,7 @@ def _probe(engine: VllmConfig, spec: ModelSpec) -> None:
 
 def _replacement(engine: VllmConfig, recipe: Recipe) -> ModuleReplacement:
     # vLLM's layer modules are heavy: imported only where an engine is being built.
-    from vllm_fp8rl.kernels.replacement import ModuleReplacement
+    from vllm_fp8rl.kernels.replaced_modules import ModuleReplacement
     from vllm_fp8rl.patches.probes import require
 
     if recipe.rope_dtype == "float32":
@@ -355,7 +355,7 @@ def _check_exact(engine: VllmConfig, policy: PinPolicy, *, experts: bool) -> Non
 
 
 def _guard(engine: VllmConfig) -> RefitGuard:
-    from vllm_fp8rl.refit.sleep import watch
+    from vllm_fp8rl.engine.sleep import watch
 
     guard = RefitGuard(engine.compilation_config.static_forward_context)
     watch(engine.model_config, guard)

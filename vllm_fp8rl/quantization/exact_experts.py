@@ -16,7 +16,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.kernels.experts import choose_experts, router_logits, sum_rows
 from fp8rl.numerics import BLOCK
 from fp8rl.numerics.triton.activations import quantize_rows
-from vllm_fp8rl.kernels.fused_moe import warm_up_deep_gemm
+from vllm_fp8rl.kernels.moe.fused_moe import warm_up_deep_gemm
 from vllm_fp8rl.quantization.linear import RefitLinearMethod
 from vllm_fp8rl.quantization.moe import Fp8RLMoEMethod
 

@@ -3,7 +3,7 @@
 vLLM's own ``BaseKVCacheMethod`` deletes its scale parameters after the first load, so that later
 ones are skipped in silence, and falls back to scale 1.0. Here the parameters stay, only a value
 that a loader set counts, and until one has come the engine refuses to run
-(:class:`~vllm_fp8rl.guard.RefitGuard`).
+(:class:`~vllm_fp8rl.engine.guard.RefitGuard`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import ROLES
-from vllm_fp8rl.guard import PLAIN_KV_DTYPES, guarded
-from vllm_fp8rl.kv_scales import publish_scales, scale_loader
-from vllm_fp8rl.state import UNSET, LayerKVScales, RankState
+from vllm_fp8rl.engine.guard import PLAIN_KV_DTYPES, guarded
+from vllm_fp8rl.engine.rank_state import UNSET, LayerKVScales, RankState
+from vllm_fp8rl.kv.scales import publish_scales, scale_loader
 
 FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 """Values of ``kv_cache_dtype`` that mean E4M3 with one scale a tensor."""
@@ -93,8 +93,8 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
     """Scale parameters ``q_scale``, ``k_scale``, ``v_scale`` of an ``Attention`` layer.
 
     vLLM asks for a new method object whenever it post-processes a layer, so what loaders have set
-    is kept in the :class:`~vllm_fp8rl.state.RankState`, by the layer's name. On a layer whose cache
-    is not FP8 the method only inserts the guard.
+    is kept in the :class:`~vllm_fp8rl.engine.rank_state.RankState`, by the layer's
+    name. On a layer whose cache is not FP8 the method only inserts the guard.
 
     Args:
         quant_config: quantization config of the engine.

@@ -28,8 +28,8 @@ from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.kernels import head, reference
 from fp8rl.numerics import BLOCK, Quantized, cdiv
-from vllm_fp8rl.kernels.choice import select_kernel
-from vllm_fp8rl.state import RankState
+from vllm_fp8rl.engine.rank_state import RankState
+from vllm_fp8rl.kernels.linear.choice import select_kernel
 from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 from vllm_fp8rl.storage.parameters import (
     Fp8Scale,

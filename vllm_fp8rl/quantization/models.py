@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8rl.errors import UnsupportedError
 from fp8rl.models.families import served_types
 from fp8rl.models.spec import ModelSpec
-from vllm_fp8rl.names import NAME
+from vllm_fp8rl.engine.names import NAME
 
 
 def check_architecture(spec: ModelSpec) -> None:

@@ -22,9 +22,9 @@ from fp8rl.errors import CheckpointError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.models.families import EXPERTS
 from fp8rl.numerics import BLOCK, Quantized, cdiv
-from vllm_fp8rl.kernels.choice import select_kernel
+from vllm_fp8rl.engine.rank_state import RankState
+from vllm_fp8rl.kernels.linear.choice import select_kernel
 from vllm_fp8rl.quantization.linear import dummy_weights, live_data
-from vllm_fp8rl.state import RankState
 from vllm_fp8rl.storage.experts import (
     ExpertGrids,
     ExpertLayout,
@@ -183,7 +183,7 @@ class Fp8RLMoEMethod(_ExpertsMethod):
     def _make_kernels(self, layer: RoutedExperts, device: torch.device, dtype: torch.dtype) -> None:
         recipe, layout = self.state.recipe, self.grids.layout
         if device.type == "cuda":
-            from vllm_fp8rl.kernels.fused_moe import delegate_experts, warm_up_experts
+            from vllm_fp8rl.kernels.moe.fused_moe import delegate_experts, warm_up_experts
 
             self.moe_quant_config, self.moe_kernel = delegate_experts(layer, self.moe, recipe)
             warm_up_experts(self.moe_kernel, layer, self.moe, self.state.warmup)
@@ -251,7 +251,7 @@ class RefitMoEMethod(_ExpertsMethod):
             data = torch.empty(shape, dtype=params_dtype)
             layer.register_parameter(name, ExpertParameter(data, self.grids, self.grids.load))
         if layer.w13_weight.device.type == "cuda":
-            from vllm_fp8rl.kernels.fused_moe import delegate_plain_experts
+            from vllm_fp8rl.kernels.moe.fused_moe import delegate_plain_experts
 
             self.moe_quant_config, self.moe_kernel = delegate_plain_experts(layer, self.moe)
 

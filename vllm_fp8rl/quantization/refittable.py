@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 
 from fp8rl.errors import RefitError
 from fp8rl.models.families import kind_of
-from vllm_fp8rl.state import RankState
+from vllm_fp8rl.engine.rank_state import RankState
 
 Loader = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -55,5 +55,5 @@ def _load_packed(conv: Any) -> None:
         own_loader(plain.unsqueeze(1), loaded_weight)
         param.data.copy_(_custom_ops.causal_conv1d_weight_pack(plain))
 
-    load.packs_again = True  # type: ignore[attr-defined]  # refit/derived.py looks for it
+    load.packs_again = True  # type: ignore[attr-defined]  # refit/receiver/derived.py looks for it
     weight.weight_loader = load

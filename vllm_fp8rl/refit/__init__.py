@@ -9,24 +9,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_fp8rl.refit.asynchronous import refit_async
-    from vllm_fp8rl.refit.client import drop_requests
-    from vllm_fp8rl.refit.intake import BATCH_BYTES, batches
-    from vllm_fp8rl.refit.session import RefitSession
-    from vllm_fp8rl.refit.synchronous import refit, refit_from_files, require_ready
-    from vllm_fp8rl.refit.worker import RefitMixin, RefitWorker
+    from vllm_fp8rl.refit.receiver.session import RefitSession
+    from vllm_fp8rl.refit.receiver.worker import RefitMixin, RefitWorker
+    from vllm_fp8rl.refit.sender.asynchronous import refit_async
+    from vllm_fp8rl.refit.sender.client import drop_requests
+    from vllm_fp8rl.refit.sender.synchronous import refit, refit_from_files, require_ready
+    from vllm_fp8rl.refit.tensor_stream import BATCH_BYTES, batches
 
 _HOME = {
-    "BATCH_BYTES": "intake",
-    "RefitMixin": "worker",
-    "RefitSession": "session",
-    "RefitWorker": "worker",
-    "batches": "intake",
-    "drop_requests": "client",
-    "refit": "synchronous",
-    "refit_async": "asynchronous",
-    "refit_from_files": "synchronous",
-    "require_ready": "synchronous",
+    "BATCH_BYTES": "tensor_stream",
+    "RefitMixin": "receiver.worker",
+    "RefitSession": "receiver.session",
+    "RefitWorker": "receiver.worker",
+    "batches": "tensor_stream",
+    "drop_requests": "sender.client",
+    "refit": "sender.synchronous",
+    "refit_async": "sender.asynchronous",
+    "refit_from_files": "sender.synchronous",
+    "require_ready": "sender.synchronous",
 }
 
 __all__ = [

@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 
 from fp8rl.errors import RefitError
 from fp8rl.weight_files import DTYPES
-from vllm_fp8rl.refit.intake import Named, came_twice, steady
+from vllm_fp8rl.refit.tensor_stream import Named, came_twice, steady
 
 Place = dict[str, Any]
 """Where a process is. ``host`` is equal for processes that can open each other's handles;
@@ -46,7 +46,7 @@ def pack(batch: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     """Pack tensors into one safetensors buffer.
 
     Raises:
-        RefitError: see :func:`vllm_fp8rl.refit.intake.steady`; or a name came twice.
+        RefitError: see :func:`vllm_fp8rl.refit.tensor_stream.steady`; or a name came twice.
     """
     packed: dict[str, torch.Tensor] = {}
     seen: set[int] = set()

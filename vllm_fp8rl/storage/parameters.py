@@ -4,7 +4,7 @@ vLLM's parallel linear layers call ``load_{column_parallel,merged_column,qkv,row
 on their parameters with the whole HF tensor. Each class here turns such a call into a
 :class:`Shard` (where it lies on this rank, and where in the HF tensor) and stores it: through the
 layer's :class:`~vllm_fp8rl.storage.block_grid.BlockGrid`, or by a copy after checking its dtype. A
-refit computes the same shards once (:mod:`vllm_fp8rl.refit.inventory`).
+refit computes the same shards once (:mod:`vllm_fp8rl.refit.receiver.inventory`).
 """
 
 from __future__ import annotations

@@ -805,7 +805,7 @@ def test_vllm_has_an_int8_cache_in_the_backend_that_is_allowed() -> None:
 
 
 def test_the_moe_backends_are_those_the_engine_plugin_serves() -> None:
-    from vllm_fp8rl.kernels import fused_moe
+    from vllm_fp8rl.kernels.moe import fused_moe
 
     assert set(MOE_BACKENDS) == {"auto", *fused_moe._BACKENDS}
 

@@ -18,7 +18,7 @@ from nemo_rl_ext.workers.refit import StreamedRefit
 from nemo_rl_ext.workers.self_calibration import SEQUENCES, TOKENS, CalibratingLLM
 from support.engine import LAYERS, Engine, load_tensors, make_checkpoint, start_engine
 from vllm_fp8rl.calibration import calibrate_kv_scales
-from vllm_fp8rl.kv_scales import forget_kv_scales, kv_scale_state, missing_kv_scales
+from vllm_fp8rl.kv.scales import forget_kv_scales, kv_scale_state, missing_kv_scales
 
 PROMPTS = [[(31 * i + 7 * j * j) % 500 + 5 for j in range(150 + 9 * i)] for i in range(4)]
 

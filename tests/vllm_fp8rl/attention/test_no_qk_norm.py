@@ -17,7 +17,7 @@ from fp8rl import Recipe
 from support.engine import Engine, load_tensors
 from support.teacher_forced import PROMPTS, vllm_logprobs
 from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
-from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.refit.receiver.inventory import Inventory
 from vllm_fp8rl.testing.hf_reference import gap, load_reference
 
 RECIPE = Recipe(rollout=False)  # the cache alone, so that nothing else is in the difference

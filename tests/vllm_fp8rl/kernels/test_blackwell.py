@@ -36,7 +36,7 @@ from fp8rl.numerics import (
 )
 from support.block_gemm import quantize
 from vllm_fp8rl.compat import one_class
-from vllm_fp8rl.kernels import block_gemm
+from vllm_fp8rl.kernels.linear import block_gemm
 
 POW2 = {"scale_format": "pow2"}
 RECIPE = Recipe.from_dict(
@@ -151,7 +151,7 @@ def test_vllms_kernels_for_experts_are_offered_there(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """By vLLM's own conditions, in its classes; their results are those of vLLM."""
-    from vllm_fp8rl.kernels import fused_moe
+    from vllm_fp8rl.kernels.moe import fused_moe
 
     capability = DeviceCapability(10, 0)
     platform = type(current_platform)

@@ -13,7 +13,7 @@ from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from support.engine import Engine
-from vllm_fp8rl.kernels import block_gemm as delegated
+from vllm_fp8rl.kernels.linear import block_gemm as delegated
 
 SHAPE = GemmShape(0, 512, 256)
 
@@ -92,7 +92,7 @@ def test_a_recipe_for_mxfp8(section: str, key: str, value: object) -> None:
 
 
 def test_other_devices() -> None:
-    from vllm_fp8rl.kernels.choice import select_kernel
+    from vllm_fp8rl.kernels.linear.choice import select_kernel
 
     with pytest.raises(UnsupportedError, match="no FP8 kernel for device 'xpu'"):
         select_kernel(torch.device("xpu"), SHAPE, Recipe(), torch.bfloat16)

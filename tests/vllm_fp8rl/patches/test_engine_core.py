@@ -19,13 +19,13 @@ pytest.importorskip("vllm")
 from vllm.config import KVTransferConfig
 
 from support.engine import KV_SCALE, LAYERS, VOCAB, Engine, load_tensors
-from vllm_fp8rl.kv_scales import kv_scale_state
+from vllm_fp8rl.engine.rank_state import state_of
+from vllm_fp8rl.kv.scales import kv_scale_state
 from vllm_fp8rl.patches.engine_core import reset_and_tell
 from vllm_fp8rl.quantization.config import Fp8RLConfig
 from vllm_fp8rl.quantization.kv_connectors import check_connector
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
-from vllm_fp8rl.refit.worker import cache_emptied, read_answer
-from vllm_fp8rl.state import state_of
+from vllm_fp8rl.refit.receiver.worker import cache_emptied, read_answer
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40]
 LONG = [(13 * i) % (VOCAB - 5) + 5 for i in range(200)]  # more than a block of the cache

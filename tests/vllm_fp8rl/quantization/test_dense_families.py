@@ -19,8 +19,8 @@ from fp8rl.recipe import KVCache
 from support.engine import PROMPTS, SCALES, Engine, load_tensors
 from support.teacher_forced import vllm_logprobs
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.refit.derived import require_nothing_derived
-from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.refit.receiver.derived import require_nothing_derived
+from vllm_fp8rl.refit.receiver.inventory import Inventory
 
 SHAPE = {
     "vocab_size": 512,

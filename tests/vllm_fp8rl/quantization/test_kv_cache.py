@@ -19,8 +19,8 @@ from support.engine import Engine, set_threads
 
 pytest.importorskip("vllm")
 from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
-from vllm_fp8rl.guard import require_known_caches
-from vllm_fp8rl.kv_scales import kv_scale_state, missing_kv_scales, set_kv_scales
+from vllm_fp8rl.engine.guard import require_known_caches
+from vllm_fp8rl.kv.scales import kv_scale_state, missing_kv_scales, set_kv_scales
 from vllm_fp8rl.quantization.config import (
     _check_kv_cache,
     check_scale_source,

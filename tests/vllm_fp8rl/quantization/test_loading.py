@@ -27,12 +27,12 @@ from support.engine import KV_SCALE, LAYERS, PROMPTS, load_tensors, make_checkpo
 from support.lora import LORA
 from support.mla import ON_A_CPU
 from vllm_fp8rl.compat import require_cpu_router
-from vllm_fp8rl.kernels.choice import CPU_CACHE_ENV
+from vllm_fp8rl.engine.rank_state import state_of
+from vllm_fp8rl.kernels.linear.choice import CPU_CACHE_ENV
 from vllm_fp8rl.quantization.config import Fp8RLConfig, read_recipe
 from vllm_fp8rl.quantization.linear import Fp8RLLinearMethod, RefitLinearMethod
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.refit.inventory import Inventory
-from vllm_fp8rl.state import state_of
+from vllm_fp8rl.refit.receiver.inventory import Inventory
 from vllm_fp8rl.testing.tiny import (
     make_family_checkpoint,
     make_mla_checkpoint,

@@ -34,12 +34,12 @@ from support.engine import Engine, in_fp8, load_tensors, register_model, same_st
 from support.mla import ALL, NATIVE_ROPE, ON_A_CPU, PUBLISHED, RECIPE, SHAPES
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
 from vllm_fp8rl import engine_args
+from vllm_fp8rl.engine.rank_state import state_of
+from vllm_fp8rl.engine.sleep import discardable
 from vllm_fp8rl.quantization import config as quantization_config
 from vllm_fp8rl.quantization.mla import Fp8RLMLAMethod, check_cpu, check_latent_cache
 from vllm_fp8rl.refit import RefitSession, refit
-from vllm_fp8rl.refit.inventory import Inventory
-from vllm_fp8rl.refit.sleep import discardable
-from vllm_fp8rl.state import state_of
+from vllm_fp8rl.refit.receiver.inventory import Inventory
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
 from vllm_fp8rl.testing.tiny import make_mla_checkpoint
 

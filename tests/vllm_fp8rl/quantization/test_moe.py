@@ -31,10 +31,10 @@ from fp8rl.recipe import KVCache, Pins
 from support.engine import PROMPTS as SHORT
 from support.engine import Engine, load_tensors
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
+from vllm_fp8rl.engine.rank_state import RankState, state_of
 from vllm_fp8rl.quantization.models import check_architecture, check_widths
 from vllm_fp8rl.refit import drop_requests, refit
-from vllm_fp8rl.refit.inventory import Inventory
-from vllm_fp8rl.state import RankState, state_of
+from vllm_fp8rl.refit.receiver.inventory import Inventory
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
 
 RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))

@@ -32,10 +32,11 @@ from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 from support import teacher_forced
 from support.gated_delta_net import compute_in_float32, token_by_token
 from vllm_fp8rl.calibration import calibrate_kv_scales
+from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.quantization import refittable
-from vllm_fp8rl.refit import inventory, refit
-from vllm_fp8rl.refit.inventory import Inventory
-from vllm_fp8rl.state import state_of
+from vllm_fp8rl.refit import refit
+from vllm_fp8rl.refit.receiver import inventory
+from vllm_fp8rl.refit.receiver.inventory import Inventory
 from vllm_fp8rl.storage.block_grid import BlockGrid, WriteBatch, empty_storage
 from vllm_fp8rl.storage.parameters import Fp8Scale, Fp8Weight
 from vllm_fp8rl.testing.hf_reference import Gap, gap, load_reference, observed_kv_scales

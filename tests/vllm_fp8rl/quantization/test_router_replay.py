@@ -109,7 +109,7 @@ def test_routes_are_those_of_the_quantized_model(moe_engine, shared_engine, path
 
 
 def test_a_kernel_that_hides_the_router_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_fp8rl.kernels import fused_moe
+    from vllm_fp8rl.kernels.moe import fused_moe
 
     class Hides(fused_moe.mk.FusedMoEExpertsMonolithic):
         """As FlashInfer's TRT-LLM kernel, which takes router logits."""

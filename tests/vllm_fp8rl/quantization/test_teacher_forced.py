@@ -21,7 +21,7 @@ from support.engine import Engine
 
 pytest.importorskip("vllm")
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
-from vllm_fp8rl.kv_scales import kv_scale_state, set_kv_scales
+from vllm_fp8rl.kv.scales import kv_scale_state, set_kv_scales
 from vllm_fp8rl.testing.hf_reference import (
     Gap,
     gap,

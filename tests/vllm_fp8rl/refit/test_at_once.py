@@ -20,8 +20,8 @@ pytest.importorskip("vllm")
 from support.engine import SCALES, VOCAB, Engine, load_tensors
 from vllm_fp8rl.calibration import calibrate_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
-from vllm_fp8rl.refit.client import Workers
-from vllm_fp8rl.refit.worker import STEPS, read_answer
+from vllm_fp8rl.refit.receiver.worker import STEPS, read_answer
+from vllm_fp8rl.refit.sender.client import Workers
 
 PROMPTS = [[(31 * i + 7 * j) % (VOCAB - 5) + 5 for j in range(20 + 9 * i)] for i in range(3)]
 pytestmark = pytest.mark.usefixtures("restored")

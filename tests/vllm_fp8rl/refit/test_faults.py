@@ -14,8 +14,8 @@ import torch
 from fp8rl.errors import RefitError
 from support.engine import PROMPTS, SCALES, Engine, same_state
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
+from vllm_fp8rl.refit.receiver.worker import STEPS, read_answer
 from vllm_fp8rl.refit.transport import Sender, place
-from vllm_fp8rl.refit.worker import STEPS, read_answer
 from vllm_fp8rl.storage import block_grid as grid_module
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -71,7 +71,7 @@ def test_out_of_memory_in_the_checks_leaves_the_old_weights(engine, b, monkeypat
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_fp8rl.refit.session.start_finite_check", failing)
+        patch.setattr("vllm_fp8rl.refit.receiver.session.start_finite_check", failing)
         with pytest.raises(RefitError, match="No memory was left"):
             refit(engine.llm, b.items(), expect_kv_scales=True)
     assert same_state(before, engine.state())

@@ -24,7 +24,7 @@ from support.processes import environment
 from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.quantization import config
 from vllm_fp8rl.refit import refit, refit_from_files
-from vllm_fp8rl.refit.worker import has_refit_methods
+from vllm_fp8rl.refit.receiver.worker import has_refit_methods
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 DOC = (EXAMPLES.parent / "docs" / "vllm.md").read_text(encoding="utf-8")

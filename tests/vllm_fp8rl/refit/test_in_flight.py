@@ -27,9 +27,9 @@ from support.in_flight import (
     put,
     recompute,
 )
-from vllm_fp8rl.guard import RefitGuard
+from vllm_fp8rl.engine.guard import RefitGuard
+from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.refit import drop_requests, refit
-from vllm_fp8rl.state import state_of
 
 GROWN = {name: scale * 4 for name, scale in SCALES.items()}
 Weights = dict[str, torch.Tensor]

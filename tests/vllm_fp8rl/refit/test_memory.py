@@ -13,7 +13,7 @@ import torch
 from fp8rl import Recipe
 from support.engine import Engine, make_checkpoint
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.refit.receiver.inventory import Inventory
 
 LAYERS = 4
 

@@ -11,7 +11,7 @@ from vllm.model_executor.model_loader.weight_utils import maybe_remap_kv_scale_n
 from fp8rl.errors import ScaleError
 from support.engine import KV_SCALE, Engine
 from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
-from vllm_fp8rl.kv_scales import forget_kv_scales
+from vllm_fp8rl.kv.scales import forget_kv_scales
 from vllm_fp8rl.refit import drop_requests
 
 PREFIX = "model.layers.0.self_attn"

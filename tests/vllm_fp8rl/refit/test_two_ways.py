@@ -15,13 +15,13 @@ from vllm.model_executor.model_loader.reload import (
 
 from fp8rl.errors import RefitError
 from support.engine import PROMPTS, SCALES
-from vllm_fp8rl import kv_observer
 from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
-from vllm_fp8rl.kv_scales import set_kv_scales
+from vllm_fp8rl.engine.rank_state import state_of
+from vllm_fp8rl.kv import observer as kv_observer
+from vllm_fp8rl.kv.scales import set_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
-from vllm_fp8rl.refit.weight_transfer import _Intake
-from vllm_fp8rl.refit.worker import STEPS
-from vllm_fp8rl.state import state_of
+from vllm_fp8rl.refit.receiver.weight_transfer import _Intake
+from vllm_fp8rl.refit.receiver.worker import STEPS
 
 pytestmark = pytest.mark.usefixtures("restored")
 NORM = "model.norm.weight"

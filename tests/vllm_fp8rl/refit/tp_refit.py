@@ -41,7 +41,7 @@ def codes(worker) -> dict[str, tuple[list, list]]:
 
 
 def kv_scales(worker) -> dict[str, float]:
-    from vllm_fp8rl.kv_scales import kv_scale_state
+    from vllm_fp8rl.kv.scales import kv_scale_state
 
     state = kv_scale_state(worker.model_runner.get_model())
     return {scale_name(*key): value for key, value in state.items()}
@@ -90,7 +90,8 @@ def main(root: Path) -> dict[str, object]:
         lacks_kv_scales,
         send_kv_scales,
     )
-    from vllm_fp8rl.refit import refit, refit_from_files, worker
+    from vllm_fp8rl.refit import refit, refit_from_files
+    from vllm_fp8rl.refit.receiver import worker
 
     scales = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
     a, b = (load_tensors(root / name) for name in "ab")

@@ -1,0 +1,303 @@
+"""A folder of ``fp8rl export`` in vLLM: stock, and with fp8rl; and what ``--check`` sees."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import vllm_fp8rl
+from fp8rl import Recipe
+from fp8rl.export import plan_export, write_export
+from fp8rl.models.families import FAMILIES, FUSED
+from fp8rl.numerics import dequantize_block
+from fp8rl.recipe import KVCache, Pins
+from support.engine import (
+    LAYERS,
+    PROMPTS,
+    keep_process_groups,
+    make_checkpoint,
+    same_bits,
+    start_engine,
+)
+from support.no_torchvision import without_torchvision
+from support.teacher_forced import PROMPTS as PROMPTS_TO_SCORE
+from support.teacher_forced import vllm_logprobs
+from vllm_fp8rl.calibration import send_kv_scales
+from vllm_fp8rl.commands import export_check
+from vllm_fp8rl.commands.export_check import EngineJob, check_export, run_engines
+from vllm_fp8rl.compat import require_cpu_router
+from vllm_fp8rl.testing.hf_reference import gap, load_exported, load_reference
+from vllm_fp8rl.testing.tiny import (
+    make_family_checkpoint,
+    make_moe_checkpoint,
+    make_qwen35_checkpoint,
+)
+
+RECIPE = Recipe(pins=Pins(last=1))
+SCALES = {
+    f"model.layers.{layer}.self_attn.{role}_scale": 2.0 ** (-4 - layer)
+    for layer in range(LAYERS)
+    for role in "qkv"
+}
+
+
+def export(checkpoint: Path, out: Path, recipe: Recipe = RECIPE) -> Path:
+    scales = out.with_suffix(".json")
+    scales.write_text(json.dumps(SCALES))
+    write_export(plan_export(checkpoint, recipe, kv_scales=scales), out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def out(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(checkpoints["a"], tmp_path_factory.mktemp("exported") / "a")
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def test_fp8rl_holds_the_same_codes_and_scales_as_from_the_checkpoint(
+    engine, other_engine, checkpoints, out
+):
+    """The folder names its recipe, pins included, so no argument has to."""
+    start = {"scaled": False}
+    source = other_engine(checkpoints["a"], RECIPE, **start)
+    send_kv_scales(source.llm, SCALES)
+    exported = other_engine(out, RECIPE, additional_config={}, **start)
+    assert exported.state().keys() == source.state().keys()
+    for name, tensor in source.state().items():
+        assert same_bits(exported.state()[name], tensor), name
+    assert exported.kv_scales() == source.kv_scales()
+    assert torch.equal(vllm_logprobs(exported), vllm_logprobs(source))
+    assert exported.greedy(PROMPTS) == source.greedy(PROMPTS)
+
+
+def test_stock_vllm_loads_it(engine, out, monkeypatch):
+    """vLLM's own method ``fp8`` with every tensor in place. Its kernel on a CPU needs AMX and packs
+    the weights, so a product of the dequantized weight stands in for it."""
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel as Kernel
+
+    def product(self, layer, x, bias=None):
+        weight = dequantize_block(layer.weight.data, layer.weight_scale_inv.data, dtype=x.dtype)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(Kernel, "is_supported", classmethod(lambda cls, cap=None: (True, None)))
+    monkeypatch.setattr(Kernel, "process_weights_after_loading", lambda self, layer: None)
+    monkeypatch.setattr(Kernel, "apply_weights", product)
+    arguments = {"quantization": None, "additional_config": {}, "dtype": "bfloat16"}
+    try:
+        stock = start_engine(out, RECIPE, kv_cache_dtype="fp8", **arguments)
+    except NotImplementedError as error:
+        if "requires x86 with AVX-512" not in str(error):
+            raise
+        pytest.skip(f"stock vLLM: {error}")
+    keep_process_groups(stock)
+    assert type(stock.llm.llm_engine.vllm_config.quant_config).__name__ == "Fp8Config"
+    stored, live = read(out), stock.state()
+    fused = {
+        "self_attn": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "o_proj": ("o_proj",)},
+        "mlp": {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    }
+    modules = [(block, *item) for block, parts in fused.items() for item in parts.items()]
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        for block, name, parts in modules:
+            scale = f"{prefix}.{block}.{name}.weight_scale_inv"
+            if layer == LAYERS - 1:
+                assert scale not in live  # pinned
+                continue
+            for suffix in ("weight", "weight_scale_inv"):
+                whole = [stored[f"{prefix}.{block}.{part}.{suffix}"] for part in parts]
+                expected = torch.cat([part.view(torch.uint8) for part in whole])
+                assert torch.equal(
+                    live[f"{prefix}.{block}.{name}.{suffix}"].view(torch.uint8), expected
+                )
+        attention = stock.model.model.layers[layer].self_attn.attn
+        for role in "qkv":
+            scale = SCALES[f"model.layers.{layer}.self_attn.{role}_scale"]
+            assert getattr(attention, f"_{role}_scale_float") == scale
+            assert getattr(attention, f"_{role}_scale").item() == scale
+    assert len(stock.greedy(PROMPTS)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts", "mixtral", "minimax_m2", "glm4_moe"])
+def test_check_finds_equal_logprobs_and_a_wrong_scale(tmp_path, kind):
+    if kind != "dense":
+        require_cpu_router()
+    made = {"dense": make_checkpoint, "experts": make_moe_checkpoint}
+    make = made.get(kind, partial(make_family_checkpoint, model_type=kind))
+    checkpoint = make(tmp_path / "model", 3)
+    out = export(checkpoint, tmp_path / "out")
+    found = check_export(checkpoint, out, RECIPE)
+    assert not found.problems
+    assert found.facts["difference of logprobs"].startswith("mean 0.00e+00")
+    (file,) = out.glob("*.safetensors")
+    tensors = load_file(file)
+    # A tensor that every token meets.
+    name = next(n for n in tensors if n.endswith("_proj.weight_scale_inv") and "experts" not in n)
+    tensors[name][0, 0] *= 1.01
+    save_file(tensors, file)
+    (problem,) = check_export(checkpoint, out, RECIPE).problems
+    assert "export again with the recipe of the rollouts" in problem
+
+
+@pytest.mark.parametrize(
+    ("cache", "difference", "passes"),
+    [
+        ("auto", 0.04, True),
+        ("auto", 0.07, False),
+        ("fp8_e4m3", 0.07, True),
+        ("fp8_e4m3", 0.11, False),
+    ],
+)
+def test_engines_may_differ_more_over_an_fp8_cache(
+    checkpoints, out, monkeypatch, cache, difference, passes
+):
+    """The bounds alone: the engines that only a GPU can compare are not started."""
+    found = [torch.zeros(4, 63), torch.full((4, 63), difference)]
+    monkeypatch.setattr(export_check, "_of_engines", lambda *_: found)
+    monkeypatch.setattr(export_check, "built_for_cpus", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    recipe = Recipe.from_dict({"kv_cache": {"dtype": cache}})
+    told = check_export(checkpoints["a"], out, recipe)
+    assert told.facts["compared"].startswith("stock vLLM")
+    assert bool(told.problems) == (not passes)
+
+
+@pytest.mark.slow
+def test_check_runs_an_engine_in_a_process_of_its_own(other_engine, checkpoints, out, monkeypatch):
+    """As on a GPU, the one that gets KV scales; the folder has them, and its engine is in here."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    job = EngineJob(checkpoints["a"], vllm_fp8rl.engine_args(RECIPE), SCALES)
+    (source,) = run_engines([job], PROMPTS_TO_SCORE)
+    # As large batches as there: sums of smaller ones differ in the last bits.
+    alike = {"dtype": "auto", "max_model_len": 128, "max_num_seqs": None}
+    exported = other_engine(out, RECIPE, additional_config={}, scaled=False, **alike)
+    assert source.shape == (len(PROMPTS_TO_SCORE), len(PROMPTS_TO_SCORE[0]) - 1)
+    assert torch.equal(vllm_logprobs(exported), source.flatten())
+
+
+def test_dequantized_weights_are_those_of_the_reference_in_float64(checkpoints, out):
+    """The reference quantizes the checkpoint by itself; pins and activations included."""
+    exported = load_exported(out, RECIPE)
+    reference = load_reference(checkpoints["a"], RECIPE, kv_scales=exported.kv_scales)
+    ours, theirs = exported.model.state_dict(), reference.model.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name].double(), theirs[name].double()) for name in theirs)
+    stored = read(out)
+    for name, codes in stored.items():
+        if codes.dtype != torch.float8_e4m3fn:
+            continue
+        scale = stored[f"{name}_scale_inv"].double()
+        whole = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        exact = codes.double() * whole[: codes.shape[0], : codes.shape[1]]
+        assert torch.equal(exact.float(), ours[name])
+    tokens = torch.randint(0, 512, (2, 32), generator=torch.Generator().manual_seed(1))
+    difference = gap(
+        exported.teacher_forced_logprobs(tokens), reference.teacher_forced_logprobs(tokens)
+    )
+    assert difference.max == 0.0
+
+
+def test_transformers_reads_the_config(out):
+    """Its loader for FP8 needs a GPU or the package accelerate; its config and its operation that
+    dequantizes do not."""
+    from transformers import AutoConfig
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+    from transformers.quantizers.quantizers_utils import should_convert_module
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+
+    config = FineGrainedFP8Config.from_dict(AutoConfig.from_pretrained(out).quantization_config)
+    assert (config.weight_block_size, config.activation_scheme) == ([128, 128], "dynamic")
+    stored = read(out)
+    for name, tensor in stored.items():
+        if name.endswith("proj.weight"):
+            module = name.removesuffix(".weight")
+            fp8 = tensor.dtype == torch.float8_e4m3fn
+            assert should_convert_module(module, config.modules_to_not_convert) == fp8
+            if fp8:
+                scale = stored[f"{name}_scale_inv"]
+                theirs = Fp8Dequantize(None)._dequantize_one(tensor, scale, torch.float32)
+                assert torch.equal(theirs, dequantize_block(tensor, scale))
+
+
+SIGMOIDS = {"n_shared_experts": 1, "first_k_dense_replace": 0}
+LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+}
+ATTENTION = ("self_attn.qkv_proj", "self_attn.o_proj")
+LATENT_ATTENTION = ("self_attn.fused_qkv_a_proj", "self_attn.q_b_proj", "self_attn.o_proj")
+FAMILIES_WITH_EXPERTS: dict[str, tuple[str, str, str, tuple[str, ...], dict]] = {
+    # model_type: file and class in vLLM, name of the experts' block, attention, keys of the config
+    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM", "mlp", ATTENTION, {}),
+    "qwen2_moe": ("qwen2_moe", "Qwen2MoeForCausalLM", "mlp", ATTENTION, {"head_dim": 64}),
+    "mixtral": ("mixtral", "MixtralForCausalLM", "block_sparse_moe", ATTENTION, {}),
+    "minimax_m2": ("minimax_m2", "MiniMaxM2ForCausalLM", "mlp", ATTENTION, {}),
+    "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM", "mlp", ATTENTION, SIGMOIDS),
+    "deepseek_v2": (
+        *("deepseek_v2", "DeepseekV2ForCausalLM", "mlp", LATENT_ATTENTION),
+        SIGMOIDS | LATENT,
+    ),
+    "deepseek_v3": (
+        *("deepseek_v2", "DeepseekV3ForCausalLM", "mlp", LATENT_ATTENTION),
+        SIGMOIDS | LATENT,
+    ),
+    "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5MoeForConditionalGeneration", "mlp", ATTENTION, {}),
+}
+
+
+def test_every_family_with_experts_has_a_case():
+    types = [family.model_types for family in FAMILIES if family.experts is not None]
+    assert all(set(kinds) & set(FAMILIES_WITH_EXPERTS) for kinds in types)
+
+
+@pytest.mark.parametrize("kind", FAMILIES_WITH_EXPERTS)
+def test_vllm_skips_the_pinned_modules_and_no_others(tmp_path, kind):
+    """By the names that vLLM's own classes give their layers, through the map of the class."""
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+
+    file, name, block, attention, changes = FAMILIES_WITH_EXPERTS[kind]
+    with without_torchvision():
+        module = importlib.import_module(f"vllm.model_executor.models.{file}")
+    source = inspect.getsource(module)
+    assert f'prefix=f"{{prefix}}.{block}"' in source, "the block has another name in this vLLM"
+    if kind == "qwen3_5_moe_text":  # its last layer alone has keys and values
+        checkpoint = make_qwen35_checkpoint(tmp_path / "model", 3, experts=True, vision=True)
+        layers, prefix = range(2, 4), "language_model.model.layers"
+    else:
+        checkpoint = make_family_checkpoint(tmp_path / "model", 3, kind, **changes)
+        layers, prefix = range(LAYERS), "model.layers"
+    recipe = Recipe(pins=Pins(last=1), kv_cache=KVCache(dtype="auto"))
+    config = Fp8Config.from_config(plan_export(checkpoint, recipe).quantization_config())
+    assert (config.weight_block_size, config.activation_scheme) == ([128, 128], "dynamic")
+    mapper = getattr(getattr(module, name), "hf_to_vllm_mapper", None)
+    if mapper is not None:
+        config.apply_vllm_mapper(mapper)
+    for layer in layers:
+        mixer = attention
+        if kind == "qwen3_5_moe_text" and layer == layers[0]:
+            mixer = ("linear_attn.in_proj_qkvz", "linear_attn.out_proj")
+        for module_name in (*mixer, f"{block}.experts"):
+            full = f"{prefix}.{layer}.{module_name}"
+            skipped = is_layer_skipped(full, config.ignored_layers, FUSED)
+            assert skipped == (layer == layers[-1]), full
+        if block == "mlp" and kind != "minimax_m2":  # these routers ask nobody
+            assert is_layer_skipped(f"{prefix}.{layer}.mlp.gate", config.ignored_layers, FUSED)
+    # The output projection under a wrapper has a class that Fp8Config leaves alone by itself.
+    other = "visual.blocks.0.attn.qkv" if kind == "qwen3_5_moe_text" else "lm_head"
+    assert is_layer_skipped(other, config.ignored_layers, FUSED)

@@ -1,0 +1,272 @@
+"""The guard of every step: what it refuses, what it lets pass, and what a sleep leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fp8rl.errors import RefitError, UnsupportedError
+from fp8rl.kv_scales import scale_name
+from fp8rl.numerics import quantize_block
+
+pytest.importorskip("vllm")
+from support.engine import Engine
+from vllm_fp8rl.engine.guard import RefitGuard, guarded
+from vllm_fp8rl.engine.rank_state import state_of
+from vllm_fp8rl.engine.sleep import BACKEND, WatchedBackend, discardable, guarded_models, watch
+from vllm_fp8rl.kv.scales import kv_scale_state, set_kv_scales
+from vllm_fp8rl.quantization.kv_cache import check_backend, check_exact_backend
+from vllm_fp8rl.refit import drop_requests, refit, require_ready
+from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
+
+PROMPTS = [[5, 6, 7, 8], [9] * 40]
+DOWN = "model.layers.1.mlp.down_proj.weight"
+TAGS = ("weights", "kv_cache")
+
+
+@pytest.fixture
+def guard(engine: Engine, a: dict[str, torch.Tensor]) -> Iterator[RefitGuard]:
+    guard = state_of(engine.model).guard
+    yield guard
+    drop_requests(engine.llm)
+    guard.open()
+    engine.model.load_weights(a.items())
+    engine.llm.reset_prefix_cache()
+    engine.greedy(PROMPTS)
+
+
+def test_one_guard_serves_the_whole_model(engine: Engine, guard: RefitGuard) -> None:
+    layers = [m for m in engine.model.modules() if hasattr(m, "attn_backend")]
+    assert len(layers) == engine.llm.llm_engine.model_config.hf_config.num_hidden_layers
+    assert {layer.quant_method.state.guard for layer in layers} == {guard}
+    for layer in layers:
+        assert layer.attn_backend is guarded(layer.attn_backend.__base__)
+        assert layer.attn_backend.get_name() == "CPU_ATTN"
+
+
+def test_a_model_without_fp8rl_has_none() -> None:
+    with pytest.raises(RefitError, match="no quantization='fp8rl'"):
+        state_of(torch.nn.Linear(2, 2))
+
+
+def test_closed_and_opened(engine: Engine, guard: RefitGuard) -> None:
+    tokens = engine.greedy(PROMPTS)
+    require_ready(engine.llm)
+    guard.close("a refit is under way")
+    engine.refuses(RefitError, "a refit is under way; refit the engine")
+    with pytest.raises(RefitError, match="a refit is under way; refit the engine"):
+        require_ready(engine.llm)
+    guard.open()
+    assert engine.greedy(PROMPTS) == tokens
+
+
+def test_a_ready_engine_is_not_looked_at_again(engine: Engine, guard: RefitGuard) -> None:
+    engine.greedy(PROMPTS)
+    guard.layers, layers = {"none": _Unready()}, guard.layers
+    try:
+        engine.greedy(PROMPTS)
+        guard.recheck()
+        engine.refuses(RefitError, "not ready")
+    finally:
+        guard.layers = layers
+
+
+class _Unready(torch.nn.Module):
+    @property
+    def quant_method(self) -> Any:
+        def require_ready(layer: object) -> None:
+            raise RefitError("not ready")
+
+        return SimpleNamespace(require_ready=require_ready)
+
+
+def test_a_step_that_never_ran_leaves_no_prefix(engine: Engine, guard: RefitGuard) -> None:
+    prompt = [[(13 * i) % 400 + 7 for i in range(200)]]  # more than a block
+    guard.close("a refit is under way")
+    with pytest.raises(RefitError):
+        engine.greedy(prompt)
+    drop_requests(engine.llm)
+    guard.open()
+    tokens = engine.greedy(prompt)
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(prompt) == tokens
+
+
+def test_codes_without_scales(engine: Engine, guard: RefitGuard, a: dict) -> None:
+    tokens = engine.greedy(PROMPTS)
+    codes, scale_inv = quantize_block(a[DOWN])
+    engine.model.load_weights([(DOWN, codes)])
+    engine.refuses(RefitError, "mlp.down_proj' received FP8 'weight' without its 'weight_scale")
+    engine.model.load_weights([(f"{DOWN}_scale_inv", scale_inv)])
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens
+    engine.model.load_weights([(f"{DOWN}_scale_inv", scale_inv)])
+    engine.refuses(RefitError, "'weight_scale_inv' without its 'weight'")
+    engine.model.load_weights([(DOWN, a[DOWN])])
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens
+
+
+@pytest.mark.parametrize(
+    "name", ["determine_available_memory", "compile_or_warm_up_model", "execute_dummy_batch"]
+)
+def test_vllms_trial_runs_pass(guard: RefitGuard, name: str) -> None:
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    trial = {"__name__": "somewhere"}
+    exec(f"def {name}(guard): guard.check()", trial)
+    guard.close("a refit is under way")
+    trial[name](guard)  # type: ignore[operator]
+    with pytest.raises(RefitError):
+        guard.check()
+    assert name in dir(WorkerBase) or name in dir(_cpu_worker())
+
+
+def _cpu_worker() -> type:
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    return CPUWorker
+
+
+# What a sleep does, on the model of a real engine. vLLM has no sleep mode on a CPU: the memory
+# stays, and the guard is told by hand what ``WatchedBackend`` tells it (see tests/gpu).
+
+
+def test_level_1_keeps_everything(engine: Engine, guard: RefitGuard, a: dict) -> None:
+    tokens, scales = engine.greedy(PROMPTS), kv_scale_state(engine.model)
+    guard.sleep(TAGS, {})
+    engine.refuses(RefitError, "weights sleep; wake them first")
+    with pytest.raises(RefitError, match="weights sleep; wake them first"):
+        refit(engine.llm, a.items(), expect_kv_scales=False)
+    with pytest.raises(RefitError, match="weights sleep; wake them first"):
+        set_kv_scales(engine.model, {scale_name(0, "k"): 1.0})
+    guard.wake(["weights"])
+    engine.refuses(RefitError, "KV cache sleeps; wake it first")
+    # What vLLM 0.25.1 does at the end of a wake-up.
+    attention = engine.model.model.layers[1].self_attn.attn
+    for held in (attention._k_scale, attention.k_scale.data, attention._v_scale):
+        held.fill_(1.0)
+    guard.wake(["kv_cache"])
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens
+    assert kv_scale_state(engine.model) == scales
+    assert attention._k_scale.item() == attention.k_scale.item() == scales[1, "k"]
+    assert attention._v_scale.item() == scales[1, "v"]
+
+
+@pytest.mark.parametrize("last", ["model.norm.weight", "lm_head.weight", DOWN])
+def test_level_2_refuses_until_every_parameter_came(
+    engine: Engine, guard: RefitGuard, a: dict, last: str
+) -> None:
+    tokens, scales = engine.greedy(PROMPTS), kv_scale_state(engine.model)
+    discarded = dict(discardable(engine.model))
+    assert set(discarded) == {
+        name for name, _ in engine.model.named_parameters() if ".attn." not in name
+    }
+    guard.sleep(TAGS, discarded)
+    guard.wake(None)
+    engine.refuses(RefitError, r"level-2 sleep discarded 'model\..*refit the engine")
+    engine.model.load_weights(item for item in a.items() if item[0] != last)
+    engine.refuses(RefitError, rf"discarded '{last}' and no refit")
+    engine.model.load_weights([(last, a[last])])
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens
+    assert kv_scale_state(engine.model) == scales
+
+
+def test_level_2_then_a_refit(engine: Engine, guard: RefitGuard, a: dict) -> None:
+    tokens = engine.greedy(PROMPTS)
+    guard.sleep(TAGS, dict(discardable(engine.model)))
+    guard.wake(["weights"])
+    with pytest.raises(RefitError, match="lacks"):
+        refit(engine.llm, list(a.items())[:4], expect_kv_scales=False)
+    refit(engine.llm, a.items(), expect_kv_scales=False)
+    guard.wake(["kv_cache"])
+    assert engine.greedy(PROMPTS) == tokens
+
+
+def test_level_1_keeps_what_came_after_level_2_without_a_step_between(
+    engine: Engine, guard: RefitGuard, a: dict
+) -> None:
+    tokens = engine.greedy(PROMPTS)
+    guard.sleep(TAGS, dict(discardable(engine.model)))
+    guard.wake(None)
+    engine.model.load_weights(item for item in a.items() if item[0] != DOWN)
+    guard.sleep(TAGS, {})
+    guard.wake(None)
+    engine.refuses(RefitError, rf"discarded '{DOWN}' and no refit")
+    engine.model.load_weights([(DOWN, a[DOWN])])
+    guard.sleep(TAGS, {})
+    guard.wake(None)
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens
+
+
+@pytest.mark.parametrize(("columns", "width"), [(128, 128), (200, 256)])
+def test_a_block_that_shards_share_is_discarded_until_all_came(columns: int, width: int) -> None:
+    codes, scale_inv = empty_storage(256, width)
+    grid = BlockGrid("qkv", lambda: (codes, scale_inv), [128, 64, 64], columns, "fp32")
+    weight = torch.randn(256, columns, dtype=torch.bfloat16)
+    parts = {0: weight[:128], 128: weight[128:192], 192: weight[192:]}
+    for start, rows in parts.items():
+        grid.load_source(start, rows)
+    expected = quantize_block(torch.nn.functional.pad(weight, (0, width - columns)))
+    guard = RefitGuard({"qkv": _Layer(grid)})
+    guard.sleep(TAGS, {"qkv.weight": codes, "qkv.scale": scale_inv})
+    guard.wake(None)
+    for start in (192, 0, 128):
+        with pytest.raises(RefitError, match=r"discarded 'qkv\.weight'"):
+            guard.require_ready()
+        grid.load_source(start, parts[start])
+    guard.require_ready()
+    assert torch.equal(codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(scale_inv, expected.scale_inv)
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self, grid: BlockGrid) -> None:
+        super().__init__()
+        self.quant_method = SimpleNamespace(discard=lambda layer: grid.discard())
+
+
+def test_only_engines_that_may_sleep_are_told(engine: Engine, guard: RefitGuard) -> None:
+    assert not guard.may_sleep
+    assert guard not in [found for found, _ in guarded_models()]
+    config = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="cumem")
+    try:
+        watch(config, guard)
+        watch(config, guard)
+        assert config.sleep_mode_backend == BACKEND
+        from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+        assert SleepModeBackendFactory.get_backend_class(BACKEND) is WatchedBackend
+        assert [m for g, m in guarded_models() if g is guard] == [engine.model]
+    finally:
+        guard.may_sleep = False
+    with pytest.raises(UnsupportedError, match=r"sleep_mode_backend='criu'.*'cumem'"):
+        watch(SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="criu"), guard)
+
+
+def test_backends_that_do_not_see_new_scales() -> None:
+    from vllm.config import CompilationConfig, CUDAGraphMode
+
+    full = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    piecewise = CompilationConfig(cudagraph_mode=CUDAGraphMode.PIECEWISE)
+    for name in ("FLASH_ATTN", "TRITON_ATTN"):
+        check_backend(name, full)
+    check_backend("FLASHINFER", piecewise)
+    with pytest.raises(UnsupportedError, match=r"'FLASHINFER'.*constants.*'PIECEWISE'"):
+        check_backend("FLASHINFER", full)
+    with pytest.raises(UnsupportedError, match=r"'FLEX_ATTENTION' is not known.*FLASH_ATTN"):
+        check_backend("FLEX_ATTENTION", piecewise)
+
+
+def test_backends_without_the_kernels_of_exact() -> None:
+    for name in ("FLASH_ATTN", "TRITON_ATTN"):
+        check_exact_backend(name)
+    with pytest.raises(UnsupportedError, match=r"'FLASHINFER' has other kernels.*FLASH_ATTN, TRIT"):
+        check_exact_backend("FLASHINFER")

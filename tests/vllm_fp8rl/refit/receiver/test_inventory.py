@@ -1,0 +1,183 @@
+"""Loads by the routes of the inventory against vLLM's own walk: same storage, same errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm.model_executor.models.utils import AutoWeightsLoader
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.numerics import quantize_block
+from support.engine import SCALES, Engine, same_state
+from vllm_fp8rl.engine.rank_state import state_of
+from vllm_fp8rl.refit import refit
+from vllm_fp8rl.refit.receiver.inventory import Inventory
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def a(a: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return a | SCALES
+
+
+@pytest.fixture(scope="module")
+def b(b: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return b | {n: t * 2 for n, t in SCALES.items()}
+
+
+@pytest.fixture
+def inventory(engine: Engine, a: dict[str, torch.Tensor]):
+    """The engine's inventory; the engine has the weights of ``a`` before and after."""
+    refit(engine.llm, a.items(), expect_kv_scales=True)
+    yield Inventory.of(engine.model)
+    refit(engine.llm, a.items(), expect_kv_scales=True)
+
+
+def state(engine: Engine) -> dict[str, torch.Tensor]:
+    tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in tensors}
+
+
+def walked(engine: Engine, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """By vLLM, as everything that comes as a generator."""
+    return engine.model.load_weights(item for item in tensors)
+
+
+class Walks:
+    """Counts how often vLLM's loader walks the model."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        walk = AutoWeightsLoader._load_module
+
+        def counting(loader, prefix, module, weights):
+            self.count += prefix == "" and module is loader.module
+            return walk(loader, prefix, module, weights)
+
+        monkeypatch.setattr(AutoWeightsLoader, "_load_module", counting)
+
+
+def test_no_batch_that_the_inventory_knows_needs_a_walk(engine, a, b, inventory, monkeypatch):
+    walks = Walks(monkeypatch)
+    assert inventory.routes(list(b))
+    assert not inventory.routes([UP, UP])  # vLLM's walk writes one after the other
+    refit(engine.llm, b.items(), expect_kv_scales=True)
+    refitted = state(engine)
+    refit(engine.llm, a.items(), expect_kv_scales=True)
+    loaded = engine.model.load_weights(list(b.items()))
+    assert walks.count == 0
+    routed = state(engine)
+    assert same_state(refitted, routed)
+    assert walked(engine, b.items()) == loaded
+    assert walks.count > 0
+    assert same_state(routed, state(engine))
+    walked(engine, a.items())
+    assert not same_state(routed, state(engine)), "a and b must differ for this to mean anything"
+
+
+def test_a_name_without_a_route_is_left_to_vllm(engine, a, b, inventory, monkeypatch):
+    """As of a layer whose loader is the model's own: in a refit and in a plain load."""
+    walks, norm = Walks(monkeypatch), engine.model.model.norm.weight
+    norm.weight_loader = lambda param, tensor: param.data.copy_(2 * tensor)
+    try:
+        state_of(engine.model).inventory = None
+        assert not Inventory.of(engine.model).routes(["model.norm.weight"])
+        for load in (
+            lambda: refit(engine.llm, b.items(), expect_kv_scales=True),
+            lambda: engine.model.load_weights(list(b.items())),
+        ):
+            walked(engine, a.items())
+            before = walks.count
+            load()
+            assert walks.count > before
+            assert torch.equal(norm.data, 2 * b["model.norm.weight"].float())
+    finally:
+        del norm.weight_loader
+        state_of(engine.model).inventory = None
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_batch_gives_what_the_walk_gives(engine, a, b, inventory, data):
+    """Any names in any order, repeated, BF16 or FP32, or FP8 codes with scales, in any batches."""
+    names = data.draw(st.lists(st.sampled_from(sorted(a)), min_size=1, max_size=24))
+    stream: list[tuple[str, torch.Tensor]] = []
+    for name in names:
+        tensor = {"a": a, "b": b}[data.draw(st.sampled_from("ab"))][name]
+        kind = data.draw(st.sampled_from(["as it is", "float32", "fp8"]))
+        if kind == "fp8" and name.endswith("proj.weight"):
+            codes, scale_inv = quantize_block(tensor)
+            pair = [(name, codes), (f"{name}_scale_inv", scale_inv)]
+            stream += data.draw(st.permutations(pair))
+        else:
+            stream.append((name, tensor.float() if kind == "float32" else tensor))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=3)))
+    batches = [stream[i:j] for i, j in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+    results = []
+    for load in (engine.model.load_weights, lambda batch: walked(engine, batch)):
+        walked(engine, a.items())
+        said = [load(batch) for batch in batches if batch]
+        results.append((state(engine), said))
+    assert same_state(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+def test_one_tensor_under_several_names_is_not_confused(engine, a, inventory):
+    """Layers that share tensors, as in benchmarks."""
+    shared = {n: a[n.replace("layers.1.", "layers.0.")] for n in a}
+    engine.model.load_weights(list(shared.items()))
+    routed = state(engine)
+    walked(engine, a.items())
+    walked(engine, shared.items())
+    assert same_state(routed, state(engine))
+
+
+def test_replaced_parameters_have_routes_of_their_own(engine, a, b, inventory):
+    norm = engine.model.model.norm
+    old, name = norm.weight, "model.norm.weight"
+    norm.weight = torch.nn.Parameter(torch.zeros_like(old), requires_grad=False)
+    try:
+        assert Inventory.of(engine.model) is not inventory
+        engine.model.load_weights([(name, b[name])])
+        assert torch.equal(norm.weight, b[name].float())
+        assert not torch.equal(old, b[name].float())
+    finally:
+        norm.weight = old
+    refit(engine.llm, b.items(), expect_kv_scales=True)
+    assert torch.equal(norm.weight, b[name].float())
+
+
+def test_replaced_storage_is_written_where_it_is_now(engine, a, b, inventory):
+    layer = engine.model.model.layers[0].mlp.down_proj
+    old = layer.weight.data
+    layer.weight.data = torch.zeros_like(old)
+    try:
+        engine.model.load_weights(
+            [("model.layers.0.mlp.down_proj.weight", b["model.layers.0.mlp.down_proj.weight"])]
+        )
+        wanted = quantize_block(b["model.layers.0.mlp.down_proj.weight"]).codes
+        assert torch.equal(layer.weight.view(torch.uint8), wanted.view(torch.uint8))
+        assert not torch.equal(old.view(torch.uint8), wanted.view(torch.uint8))
+    finally:
+        layer.weight.data = old
+
+
+def raw_copy(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    param.data.copy_(loaded_weight)
+
+
+@pytest.mark.parametrize("leaf", ["weight", "weight_scale_inv"])
+def test_other_loaders_of_quantized_parameters_are_refused(engine, leaf):
+    """As Mamba's mixers do: BF16 would be cast into FP8 storage."""
+    parameter = getattr(engine.model.model.layers[0].self_attn.o_proj, leaf)
+    with pytest.raises(UnsupportedError, match=rf"raw_copy to load '.*o_proj\.{leaf}'"):
+        parameter.weight_loader = raw_copy
+    with pytest.raises(UnsupportedError, match="another loader"):
+        del parameter.weight_loader

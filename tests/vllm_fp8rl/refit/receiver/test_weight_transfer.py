@@ -1,0 +1,130 @@
+"""vLLM's own ways to change weights: its weight-transfer API and ``reload_weights``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8rl import Recipe
+from fp8rl.errors import RefitError, UnsupportedError
+from support.engine import LAYERS, PROMPTS, SCALES, Engine, load_tensors
+from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS
+from vllm_fp8rl.refit.receiver.weight_transfer import Fp8RLNcclTransferEngine
+from vllm_fp8rl.refit.transport import pack
+
+NORM = "model.norm.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def receiver(other_engine: Callable[..., Engine], checkpoints: dict[str, Path]) -> Engine:
+    from vllm.config import WeightTransferConfig
+
+    started = other_engine(
+        checkpoints["a"], Recipe(), weight_transfer_config=WeightTransferConfig(backend="fp8rl")
+    )
+    started.llm.init_weight_transfer_engine({"init_info": {}})
+    return started
+
+
+def update(engine: Engine, **update_info: Any) -> None:
+    engine.llm.update_weights({"update_info": update_info})
+
+
+def finish(engine: Engine) -> None:
+    engine.llm.finish_weight_update()
+    engine.llm.reset_prefix_cache()
+
+
+def test_update_from_files_and_from_payloads(receiver, checkpoints, tokens):
+    before = receiver.pointers()
+    receiver.llm.start_weight_update()
+    update(receiver, path=str(checkpoints["b"]))
+    finish(receiver)
+    assert receiver.greedy(PROMPTS) == tokens["b"]
+    receiver.llm.start_weight_update()
+    for item in (load_tensors(checkpoints["a"]) | SCALES).items():
+        update(receiver, payload=pack([item]))
+    finish(receiver)
+    assert receiver.greedy(PROMPTS) == tokens["a"]
+    assert receiver.pointers() == before
+
+
+def test_incomplete_update_is_an_error_and_closes_the_engine(receiver, checkpoints, tokens):
+    a, b = (load_tensors(checkpoints[name]) for name in "ab")
+    lacking = [(name, tensor) for name, tensor in b.items() if name != UP]
+    receiver.llm.start_weight_update()
+    update(receiver, payload=pack(lacking))
+    with pytest.raises(RefitError, match=f"lacks 1 .*'{UP}'"):
+        finish(receiver)
+    receiver.refuses(RefitError, "half-updated")
+    with pytest.raises(RefitError, match="send all of it again"):
+        finish(receiver)
+    # vLLM holds the update for active still: the second attempt goes on from there.
+    update(receiver, payload=pack(a.items()))
+    finish(receiver)
+    assert receiver.greedy(PROMPTS) == tokens["a"]
+
+
+def test_some_scales_but_not_all(receiver, checkpoints):
+    (name, scale), *_ = SCALES.items()
+    receiver.llm.start_weight_update()
+    update(receiver, payload=pack((load_tensors(checkpoints["a"]) | {name: scale}).items()))
+    with pytest.raises(RefitError, match=f"lacks {2 * LAYERS - 1} "):
+        finish(receiver)
+    update(receiver, path=str(checkpoints["a"]))
+    finish(receiver)
+
+
+def test_nan_breaks_an_update_off(receiver, checkpoints, tokens):
+    a = load_tensors(checkpoints["a"])
+    receiver.llm.start_weight_update()
+    update(receiver, payload=pack([(UP, a[UP])]))
+    with pytest.raises(RefitError, match=f"'{NORM}' has NaN"):
+        update(receiver, payload=pack([(NORM, torch.full_like(a[NORM], torch.nan))]))
+    receiver.refuses(RefitError, "half-updated")
+    receiver.llm.start_weight_update()  # vLLM has forgotten the one that broke off
+    update(receiver, path=str(checkpoints["a"]))
+    finish(receiver)
+    assert receiver.greedy(PROMPTS) == tokens["a"]
+
+
+def test_one_source_for_an_update(receiver):
+    receiver.llm.start_weight_update()
+    with pytest.raises(ValueError, match="either 'path' or 'payload'"):
+        update(receiver)
+    assert len(receiver.greedy(PROMPTS)) == len(PROMPTS)  # nothing was written
+
+
+def test_nccl_receives_into_a_session(receiver, checkpoints, tokens):
+    """vLLM's transport needs GPUs; what it hands over, and when, is its side of a contract."""
+    config = receiver.llm.llm_engine.vllm_config
+    engine = Fp8RLNcclTransferEngine(None, config, torch.device("cpu"), receiver.model)
+    engine.start_weight_update()
+    for item in load_tensors(checkpoints["b"]).items():
+        engine.model.load_weights([item])
+    engine.finish_weight_update()
+    receiver.llm.reset_prefix_cache()
+    assert receiver.greedy(PROMPTS) == tokens["b"]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "ipc", "sparse_nccl"])
+def test_engines_that_would_serve_a_mixture_are_refused_at_the_start(
+    other_engine, checkpoints, backend
+):
+    from vllm.config import WeightTransferConfig
+
+    with pytest.raises(UnsupportedError, match=f"'{backend}' takes an incomplete update"):
+        other_engine(
+            checkpoints["a"], Recipe(), weight_transfer_config=WeightTransferConfig(backend=backend)
+        )
+
+
+def test_backends_are_registered_in_vllm():
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    assert WEIGHT_TRANSFER_BACKENDS.keys() <= WeightTransferEngineFactory._registry.keys()

@@ -1,0 +1,325 @@
+"""Compiling DeepGEMM's kernels ahead, with a package and a compiler that act as the real ones do.
+
+The real ones run in ``tests/gpu/test_vllm_warmup.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm import envs
+
+from support.processes import run_forked
+from vllm_fp8rl.warmup import KernelWarmup
+from vllm_fp8rl.warmup import compile_kernels as program
+from vllm_fp8rl.warmup import kernel_warmup as warmup
+from vllm_fp8rl.warmup.kernel_lists import rows_to_try
+from vllm_fp8rl.warmup.kernel_warmup import find_job
+from vllm_fp8rl.warmup.nvcc import find_nvcc
+from vllm_fp8rl.warmup.shapes import Job, Shape
+
+# As csrc/jit/compiler.hpp and kernel_runtime.hpp of DeepGEMM 2.5 do: the name hashes the source,
+# the compiler's version and the flags; a kernel is loaded as soon as it has been made. DEEP_JIT
+# tells what is different in 2.8.
+PACKAGE = """
+import hashlib, os, pathlib, subprocess, uuid
+
+def fp8_gemm_nt(x, weight, out, disable_ue8m0_cast):
+    (rows, k), n = x[0].shape, weight[0].shape[0]
+    assert disable_ue8m0_cast and x[1].shape == (rows, k // 128) and x[1].stride(0) == 1
+    build("gemm", f"// {n} {k} {16 if rows <= 16 else 64 if rows <= 256 else 128}\\n")
+
+def m_grouped_fp8_gemm_nt_contiguous(x, weight, out, experts, disable_ue8m0_cast):
+    groups, n, k = weight[0].shape
+    assert len(experts) == len(x[0]) and len(x[0]) % 128 == 0
+    build("grouped", f"// {groups} {n} {k} {len(x[0]) <= 256}\\n")
+
+def build(name, code):
+    nvcc = os.environ["DG_JIT_NVCC_COMPILER"]
+    version = subprocess.check_output([nvcc, "--version"], text=True)
+    digest = hashlib.md5((code + version).encode()).hexdigest()
+    root = pathlib.Path(os.environ["DG_JIT_CACHE_DIR"])
+    made = root / "cache" / f"kernel.{name}.{digest}"
+    if not made.exists():
+        folder = root / "tmp" / uuid.uuid4().hex
+        folder.mkdir(parents=True)
+        (folder / "kernel.cu").write_text(code)
+        output = f"{folder}/kernel.cubin -O3 -I{os.path.dirname(__file__)}"
+        command = f"cd {root} && {nvcc} {folder}/kernel.cu -cubin -o {output}"
+        subprocess.run(command, shell=True, check=True)
+        made.parent.mkdir(exist_ok=True)
+        folder.rename(made)
+    if (made / "kernel.cubin").read_text() != "cubin\\n":
+        raise RuntimeError("CUDA driver error: invalid image")
+"""
+DEEP_JIT = {
+    'f"kernel.{name}.{digest}"': 'f"{name}.{digest}"',
+    "made.exists()": '(made / ".committed").exists()',
+    "kernel.cu -cubin -o": "kernel.cu --cubin --output-file",
+    "        made.parent": (
+        '        assert (folder / "kernel.cubin").stat().st_size\n'
+        '        (folder / ".committed").touch()\n'
+        "        made.parent"
+    ),
+}
+NVCC = """#!/bin/sh
+if [ "$1" = --version ]; then echo "release 13.0"; exit; fi
+echo "$@" >> "$(dirname "$0")/log"
+if [ -e "$(dirname "$0")/broken" ]; then echo "no such header" >&2; exit 1; fi
+sleep 0.05
+while [ "$1" != -o ] && [ "$1" != --output-file ]; do shift; done
+echo cubin > "$2"
+"""
+LINEAR = [Shape(256, 128, 1024), Shape(512, 256, 1024)]
+"""Three kernels each, by PACKAGE's heuristics."""
+
+
+@pytest.fixture(params=["2.8", pytest.param("2.5", marks=pytest.mark.slow)])
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
+    package = tmp_path / "deep_gemm"
+    package.mkdir()
+    code = PACKAGE
+    for old, new in DEEP_JIT.items() if request.param == "2.8" else ():
+        assert old in code
+        code = code.replace(old, new)
+    (package / "__init__.py").write_text(code)
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(NVCC)
+    nvcc.chmod(0o755)
+    return Job(str(tmp_path / "jit"), str(package), str(nvcc), "H100", 0, full=False)
+
+
+one_layout = pytest.mark.parametrize("job", ["2.8"], indirect=True)
+"""For tests of our processes, to which the layout of a cache makes no difference."""
+
+
+def compiled(job: Job) -> list[str]:
+    """The command line of each compiler that has run."""
+    log = Path(job.nvcc).parent / "log"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def kernels(job: Job) -> list[Path]:
+    return list(Path(job.cache).glob("cache/*"))
+
+
+def run_program(job: Job, shapes: list[Shape]) -> dict[str, Any]:
+    lines = [json.dumps(asdict(job)), *(json.dumps(shape) for shape in shapes)]
+    command = [sys.executable, "-m", "vllm_fp8rl.warmup.compile_kernels"]
+    done = subprocess.run(
+        command, input="\n".join(lines), capture_output=True, text=True, check=True, timeout=100
+    )
+    return json.loads(done.stdout)
+
+
+PRODUCTS = """
+import json, sys
+import torch, deep_gemm
+f8 = torch.float8_e4m3fn
+n, k, numbers = map(json.loads, sys.argv[1:])
+for rows in numbers:
+    x = torch.empty(rows, k, dtype=f8), torch.empty(k // 128, rows).t()
+    deep_gemm.fp8_gemm_nt(x, (torch.empty(n, k, dtype=f8), None), None, True)
+"""
+
+
+def meet(job: Job, shape: Shape, *numbers: int) -> None:
+    """What an engine does at products of so many rows, in a process of its own."""
+    folder = Path(job.package).parent
+    script = folder / "products.py"
+    script.write_text(PRODUCTS)
+    names = {"DG_JIT_CACHE_DIR": job.cache, "DG_JIT_NVCC_COMPILER": job.nvcc}
+    arguments = shape.n, shape.k, list(numbers)
+    done = run_forked(script, *arguments, timeout=60, folders=(folder,), **names)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_engine_finds_what_two_processes_have_made_together(job: Job) -> None:
+    with ThreadPoolExecutor(2) as pool:  # one has the shapes in the other order
+        orders = (LINEAR, LINEAR[::-1])
+        answers = list(pool.map(lambda shapes: run_program(job, shapes), orders))
+    assert [answer["error"] for answer in answers] == [None, None]
+    assert sum(answer["compiled"] for answer in answers) == len(compiled(job)) == 6
+    assert all(line.endswith(f"/kernel.cubin -O3 -I{job.package}") for line in compiled(job))
+    assert all(job.is_compiled(shape) for shape in LINEAR)
+    files = {file.name for path in kernels(job) for file in path.iterdir()}
+    assert files - {".committed"} == {"kernel.cu", "kernel.cubin"}
+    meet(job, LINEAR[0], 1, 16, 17, 256, 257, 1024)
+    assert len(compiled(job)) == 6
+
+
+@one_layout
+def test_a_process_that_waits_for_its_engine_keeps_nobody_from_compiling(job: Job) -> None:
+    command = [sys.executable, "-m", "vllm_fp8rl.warmup.compile_kernels"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as loading:
+        assert loading.stdin is not None and loading.stdout is not None
+        loading.stdin.write(f"{json.dumps(asdict(job))}\n{json.dumps(LINEAR[0])}\n")
+        loading.stdin.flush()
+        deadline = time.monotonic() + 60
+        while not job.is_compiled(LINEAR[0]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert run_program(job, LINEAR) == {"compiled": 3, "error": None}
+        loading.stdin.write(f"{json.dumps(LINEAR[1])}\n")
+        loading.stdin.close()
+        assert json.loads(loading.stdout.read()) == {"compiled": 3, "error": None}
+
+
+def test_a_compiler_that_hangs_is_ended_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "NVCC_SECONDS", 1)
+    command = ["sh", "-c", "sleep 50 & echo $! > child; wait"]
+    with pytest.raises(RuntimeError, match=r"^sh did not finish kernel\.gemm within 1 s$"):
+        program._run_compiler(command, tmp_path, "kernel.gemm")
+    child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
+    deadline = time.monotonic() + 10
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_experts_and_what_the_cache_has(job: Job) -> None:
+    experts = Shape(256, 128, 512, groups=4)
+    meet(job, LINEAR[0], 1)
+    assert run_program(job, [LINEAR[0], experts]) == {"compiled": 4, "error": None}
+    kernels(job)[0].joinpath("kernel.cubin").unlink()
+    assert not all(job.is_compiled(shape) for shape in (LINEAR[0], experts))
+
+
+@one_layout
+def test_shapes_are_compiled_while_a_model_is_built_and_not_again(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.fp8rl")
+    logging.getLogger("vllm").propagate = True
+    cold = KernelWarmup(1024, lambda: job)
+    for _ in range(2):  # layers
+        cold.add(256, 128)
+        cold.add(512, 256)
+    cold.close()
+    assert cold.join(timeout=60)
+    assert "6 DeepGEMM kernels for 2 weight shapes compiled ahead" in caplog.text
+    warm = KernelWarmup(1024, lambda: job)
+    warm.add(256, 128)
+    assert warm._process is None
+    assert warm.join()
+
+
+@pytest.mark.parametrize("broken", ["compiler", "package"])
+def test_a_failure_is_a_warning_and_leaves_no_kernel(
+    job: Job, broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("vllm").propagate = True
+    if broken == "compiler":
+        (Path(job.nvcc).parent / "broken").touch()
+    else:
+        (Path(job.package) / "__init__.py").write_text("raise OSError('no such library')")
+    warmup = KernelWarmup(1024, lambda: job)
+    warmup.add(256, 128)
+    assert warmup.join(timeout=60)
+    assert "first steps will be slow" in caplog.text
+    assert {"compiler": "no such header", "package": "no such library"}[broken] in caplog.text
+    assert kernels(job) == []
+    assert not job.is_compiled(Shape(256, 128, 1024))
+    assert not list(Path(job.cache).glob("tmp/*"))
+
+
+def test_no_process_is_a_warning(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*args: object, **kwargs: object) -> None:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    warmup = KernelWarmup(1024, lambda: job)
+    with caplog.at_level(logging.WARNING, "vllm.fp8rl"):
+        warmup.add(256, 512)
+        warmup.add(512, 256)
+    assert warmup.join(0)
+    assert len(caplog.records) == 1 and "cannot be started (Cannot allocate" in caplog.text
+
+
+def test_no_job_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("vllm").propagate = True
+    monkeypatch.setattr(envs, "VLLM_DEEP_GEMM_WARMUP", "relax", raising=False)
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
+    assert find_job() is None
+    assert "DG_JIT_USE_NVRTC is set" in caplog.text
+    monkeypatch.delenv("DG_JIT_USE_NVRTC")
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", "jit")
+    monkeypatch.setenv("CUDA_HOME", "nowhere")
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(__file__="deep_gemm/x.py"))
+    assert find_job() is None
+    assert "there is no nvcc; install" in caplog.text
+    monkeypatch.setattr(warmup, "find_nvcc", lambda environ: Path("nvcc"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert find_job() is None
+    assert "kernels would run when they are listed" in caplog.text
+
+
+@pytest.mark.parametrize("setting", ["skip", "relax", "full"])
+def test_kernels_are_compiled_ahead_whatever_warm_up_vllm_has(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``skip`` is about the warm-up for which an engine waits."""
+    monkeypatch.setattr(envs, "VLLM_DEEP_GEMM_WARMUP", setting, raising=False)
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", "jit")
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(__file__="deep_gemm/x.py"))
+    monkeypatch.setattr(warmup, "find_nvcc", lambda environ: Path("nvcc"))
+    gpu = SimpleNamespace(name="H100", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    job = find_job()
+    assert job is not None and job.cache == "jit"
+    assert job.full == (setting == "full")
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3000))
+def test_rows_to_try_meet_every_choice(most: int) -> None:
+    def choice(rows: int) -> tuple[object, ...]:
+        return rows <= 16, rows <= 32, -(-rows // 64), -(-rows // 128), -(-rows // 256)
+
+    tried = list(rows_to_try(Shape(256, 128, most), full=False))
+    assert tried[0] == most
+    assert {choice(rows) for rows in tried} == {choice(rows) for rows in range(1, most + 1)}
+    assert set(rows_to_try(Shape(256, 128, most), full=True)) == set(range(1, most + 1))
+
+
+def test_the_compiler_is_found_as_deep_gemm_finds_it(tmp_path: Path) -> None:
+    for name in ("named", "cuda/bin/nvcc", "path/bin/nvcc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": str(tmp_path / "path/bin")}
+    home = path | {"CUDA_HOME": str(tmp_path / "cuda")}
+    named = home | {"DG_JIT_NVCC_COMPILER": str(tmp_path / "named")}
+    assert find_nvcc(path) == tmp_path / "path/bin/nvcc"
+    assert find_nvcc(home) == tmp_path / "cuda/bin/nvcc"
+    assert find_nvcc(named) == tmp_path / "named"
+    assert find_nvcc(home | {"CUDA_HOME": str(tmp_path)}) is None
+
+
+@pytest.mark.parametrize(
+    ("cores", "compilers"), [(1, 1), (4, 4), (8, 8), (12, 8), (16, 8), (64, 32)]
+)
+def test_many_cores_are_shared_with_torch_compile(cores: int, compilers: int) -> None:
+    assert program.compilers_at_once(cores) == compilers

@@ -1,0 +1,1 @@
+"""Pages of a KV cache of 8 bits: their layout, what writes them, a 16-bit copy of them."""

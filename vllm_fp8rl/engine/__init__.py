@@ -1,0 +1,1 @@
+"""What one rank knows of its engine, and the names under which vLLM knows this package."""

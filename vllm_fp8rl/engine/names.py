@@ -1,0 +1,28 @@
+"""The names that this package registers with vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAME = "fp8rl"
+"""Name of the quantization method: ``LLM(..., quantization="fp8rl")``."""
+
+EXTENSION = "vllm_fp8rl.refit.receiver.worker.RefitWorker"
+"""For ``LLM(worker_extension_cls=...)``; needed where the engine core runs in its own process."""
+
+WEIGHT_TRANSFER_BACKENDS = {
+    "fp8rl": "Fp8RLTransferEngine",
+    "fp8rl_nccl": "Fp8RLNcclTransferEngine",
+}
+"""Values of vLLM's ``WeightTransferConfig(backend=...)``, each with its class in
+:mod:`vllm_fp8rl.refit.receiver.weight_transfer`."""
+
+
+def uses_fp8rl(engine: Any) -> bool:
+    """Return whether an engine runs quantization ``fp8rl``.
+
+    Args:
+        engine: the engine's ``VllmConfig``, or None.
+    """
+    quantization = None if engine is None else engine.quant_config
+    return quantization is not None and quantization.get_name() == NAME

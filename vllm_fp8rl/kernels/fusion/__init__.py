@@ -1,0 +1,1 @@
+"""A norm, or SiLU and multiply, fused with the quantization after it."""

@@ -1,0 +1,250 @@
+"""A torch.compile pass that fuses a norm, or SiLU and multiply, with the quantization after it.
+
+With ``exact`` it also fuses the norms of queries and keys with their rotation.
+
+vLLM has such passes for its own quantization kernels
+(``vllm/compilation/passes/fusion/{rms,act}_quant_fusion.py``). This one uses vLLM's public setting
+for other passes, ``post_grad_custom_post_pass`` in ``inductor_compile_config``. Where no pattern
+matches, the two kernels run separately, with the same result up to rounding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm.ir.ops
+from vllm.compilation.passes.fusion.matcher_utils import MatcherSiluAndMul
+from vllm.compilation.passes.vllm_inductor_pass import (
+    VllmFusionPatternMatcherPass,
+    VllmPatternReplacement,
+)
+from vllm.config import CompilationMode, PassConfig, VllmConfig
+from vllm.logger import init_logger
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.kernels import norm as triton_norm
+from fp8rl.numerics import GROUP
+from fp8rl.numerics.triton import activations as triton_fused
+from fp8rl.recipe import Recipe
+from vllm_fp8rl.kernels.fusion import deep_gemm_op, fused_ops
+
+logger = init_logger("vllm.fp8rl.fusion_pass")
+
+NAME = "fp8rl_quantize_fusion"
+PASS_KEY = "post_grad_custom_post_pass"
+_PASSES_OVER_RANKS = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
+_EPSILONS = (1e-5, 1e-6)
+_ROWS = 5  # rows of the tensors that patterns are traced with; any number would do
+
+
+class SiluMulQuantize(VllmPatternReplacement):
+    """Fuse ``quantize(silu_and_mul(x))``."""
+
+    def __init__(self, dtype: torch.dtype, pow2: bool) -> None:
+        self._dtype = dtype
+        self._pow2 = pow2
+        self._silu_and_mul = MatcherSiluAndMul()
+
+    def get_inputs(self) -> list[torch.Tensor]:
+        return [self.empty(_ROWS, 2 * GROUP, dtype=self._dtype)]
+
+    @property
+    def pattern(self) -> Callable[..., Any]:
+        def pattern(x: torch.Tensor) -> Any:
+            return torch.ops.fp8rl.quantize(self._silu_and_mul(x), self._pow2)
+
+        return pattern
+
+    @property
+    def replacement(self) -> Callable[..., Any]:
+        def replacement(x: torch.Tensor) -> Any:
+            return torch.ops.fp8rl.silu_mul_quantize(x, self._pow2)
+
+        return replacement
+
+
+class RmsNormQuantize(VllmPatternReplacement):
+    """Fuse ``quantize(norm(x, weight, epsilon))``."""
+
+    def __init__(self, norm: Any, dtype: torch.dtype, epsilon: float, pow2: bool) -> None:
+        self._norm = norm
+        self._dtype = dtype
+        self._epsilon = epsilon
+        self._pow2 = pow2
+
+    def get_inputs(self) -> list[torch.Tensor]:
+        return [
+            self.empty(_ROWS, GROUP, dtype=self._dtype),
+            self.empty(GROUP, dtype=self._dtype),
+        ]
+
+    @property
+    def pattern(self) -> Callable[..., Any]:
+        def pattern(x: torch.Tensor, weight: torch.Tensor) -> Any:
+            normed = self._norm(x, weight, self._epsilon)
+            return torch.ops.fp8rl.quantize(normed, self._pow2)
+
+        return pattern
+
+    @property
+    def replacement(self) -> Callable[..., Any]:
+        def replacement(x: torch.Tensor, weight: torch.Tensor) -> Any:
+            return torch.ops.fp8rl.rms_norm_quantize(x, weight, self._epsilon, self._pow2)
+
+        return replacement
+
+
+class AddRmsNormQuantize(RmsNormQuantize):
+    """Fuse ``quantize(norm(x, residual, weight, epsilon))``; the sum is a second result."""
+
+    def get_inputs(self) -> list[torch.Tensor]:
+        return [*super().get_inputs(), self.empty(_ROWS, GROUP, dtype=self._dtype)]
+
+    @property
+    def pattern(self) -> Callable[..., Any]:
+        def pattern(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any:
+            normed, total = self._norm(x, residual, weight, self._epsilon)
+            codes, scales = torch.ops.fp8rl.quantize(normed, self._pow2)
+            return codes, scales, total
+
+        return pattern
+
+    @property
+    def replacement(self) -> Callable[..., Any]:
+        def replacement(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any:
+            return torch.ops.fp8rl.add_rms_norm_quantize(
+                x, residual, weight, self._epsilon, self._pow2
+            )
+
+        return replacement
+
+
+class NormRotate(VllmPatternReplacement):
+    """Fuse the norms of queries and keys of ``exact`` with the rotation after them."""
+
+    def __init__(self, dtype: torch.dtype, epsilon: float) -> None:
+        self._dtype = dtype
+        self._epsilon = epsilon
+
+    def get_inputs(self) -> list[torch.Tensor]:
+        return [
+            self.empty(_ROWS, 2 * GROUP, dtype=self._dtype),
+            self.empty(_ROWS, GROUP, dtype=self._dtype),
+            self.empty(GROUP, dtype=self._dtype),
+            self.empty(GROUP, dtype=self._dtype),
+            self.empty(_ROWS, dtype=torch.int64),
+            self.empty_fp32(_ROWS, GROUP),
+        ]
+
+    @property
+    def pattern(self) -> Callable[..., Any]:
+        def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            size = weight.shape[0]
+            by_head = x.view(*x.shape[:-1], x.shape[-1] // size, size)
+            return torch.ops.fp8rl.exact_norm(by_head, weight, self._epsilon).view(x.shape)
+
+        def pattern(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            query_weight: torch.Tensor,
+            key_weight: torch.Tensor,
+            positions: torch.Tensor,
+            table: torch.Tensor,
+        ) -> Any:
+            query, key = normed(query, query_weight), normed(key, key_weight)
+            return torch.ops.fp8rl.exact_rotate(query, key, positions, table)
+
+        return pattern
+
+    @property
+    def replacement(self) -> Callable[..., Any]:
+        def replacement(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            query_weight: torch.Tensor,
+            key_weight: torch.Tensor,
+            positions: torch.Tensor,
+            table: torch.Tensor,
+        ) -> Any:
+            return torch.ops.fp8rl.exact_norm_rotate(
+                query, key, query_weight, key_weight, self._epsilon, positions, table
+            )
+
+        return replacement
+
+
+class FuseQuantization(VllmFusionPatternMatcherPass):
+    """The pass: all patterns above, for one scale format, over vLLM's norms or those of exact."""
+
+    def __init__(self, engine: VllmConfig, recipe: Recipe) -> None:
+        super().__init__(engine, NAME)
+        pow2 = recipe.activations.scale_format == "pow2"
+        self._key = f"{pow2}, {recipe.exact}"
+        self._sources = [deep_gemm_op, fused_ops, triton_fused, triton_norm]
+        dtype = engine.model_config.dtype
+        norm, add_norm = vllm.ir.ops.rms_norm, vllm.ir.ops.fused_add_rms_norm
+        if recipe.exact:
+            from fp8rl.kernels import rotary
+            from vllm_fp8rl.kernels import exact  # needs more of vLLM
+
+            self._sources += [exact, rotary]
+            norm, add_norm = torch.ops.fp8rl.exact_norm, torch.ops.fp8rl.exact_add_norm
+        self.register(SiluMulQuantize(dtype, pow2))
+        for epsilon in _EPSILONS:
+            # First: it contains the next.
+            self.register(AddRmsNormQuantize(add_norm, dtype, epsilon, pow2))
+            self.register(RmsNormQuantize(norm, dtype, epsilon, pow2))
+            if recipe.exact:
+                self.register(NormRotate(dtype, epsilon))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FuseQuantization:
+        return self  # vLLM copies the dictionary that holds the pass; patterns do not change
+
+    def uuid(self) -> str:
+        """Return a key for the caches of vLLM and Inductor.
+
+        It covers the patterns, their choice, and the source of the operations: compiled code
+        depends on their shapes and strides, and Dynamo does not trace their files.
+        """
+        return self.hash_source(
+            super().uuid(), self._key, *(inspect.getsource(module) for module in self._sources)
+        )
+
+
+def install(engine: VllmConfig, recipe: Recipe) -> None:
+    """Add the pass to an engine that is being built, unless the user has set one of his own.
+
+    Raises:
+        UnsupportedError: ``exact`` in an engine that is compiled without the pass, whose SwiGLU
+            would not be the trainer's.
+    """
+    compilation = engine.compilation_config
+    if compilation.mode == CompilationMode.NONE:
+        return
+    if recipe.exact:
+        _leave_sums_alone(compilation.pass_config)
+    passes = compilation.inductor_compile_config
+    if PASS_KEY not in passes:
+        passes[PASS_KEY] = FuseQuantization(engine, recipe)
+    fused = compilation.backend == "inductor" and isinstance(passes[PASS_KEY], FuseQuantization)
+    if recipe.exact and not fused:
+        raise UnsupportedError(
+            "exact needs SwiGLU fused with quantization where a rollout is compiled; leave "
+            f"compilation_config.backend and inductor_compile_config['{PASS_KEY}'] unset, set "
+            "enforce_eager, or set exact to false in the recipe."
+        )
+
+
+def _leave_sums_alone(passes: PassConfig) -> None:
+    """Switch off vLLM's passes that join sums over ranks with the norms or products beside them.
+
+    The norms of ``exact`` are not vLLM's, so that they would find none; on Hopper GPUs the first
+    is on by itself for several ranks.
+    """
+    for name in _PASSES_OVER_RANKS:
+        if getattr(passes, name, None):  # some releases lack some
+            setattr(passes, name, False)
+            logger.info("fp8rl: exact switches compilation_config.pass_config.%s off.", name)

@@ -1,0 +1,1 @@
+"""Products of activations with the live FP8 weight of a linear layer."""

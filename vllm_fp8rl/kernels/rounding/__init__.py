@@ -1,0 +1,1 @@
+"""Rotation and SwiGLU that round as in the trainer."""

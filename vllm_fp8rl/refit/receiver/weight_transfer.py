@@ -1,0 +1,171 @@
+"""vLLM's weight-transfer API (``WeightTransferConfig(backend=...)``) through a refit session.
+
+vLLM's own engines load through its layerwise reload: they take an incomplete update for a complete
+one, and serve whatever a broken-off one has left. Here ``start_weight_update`` opens a
+:class:`~vllm_fp8rl.refit.receiver.session.RefitSession`, every ``update_weights`` is checked and
+written in place, and ``finish_weight_update`` raises unless every tensor came; until then the model
+refuses to run. There are two backends:
+
+* ``fp8rl``: updates bring a file that each worker reads (``path``), or tensors (``payload``, packed
+  by :class:`vllm_fp8rl.refit.transport.Sender` or :func:`vllm_fp8rl.refit.transport.pack`).
+* ``fp8rl_nccl``: vLLM's own NCCL broadcast; the trainer's side is vLLM's, unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+from fp8rl.errors import RefitError
+from vllm_fp8rl.refit.receiver.files import read_files
+from vllm_fp8rl.refit.receiver.session import RefitSession
+from vllm_fp8rl.refit.tensor_stream import BATCH_BYTES, Named, batches
+from vllm_fp8rl.refit.transport import Payload, received
+
+
+class _Intake:
+    """Stands in for the model of a transfer engine, and loads tensors through a refit session."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._session: RefitSession | None = None
+
+    def start(self) -> None:
+        session = RefitSession(self._model, expect_kv_scales=None)
+        self._session = session.__enter__()
+
+    def check(self, coming: Iterable[Named]) -> None:
+        """Refuse tensors of the meta device; see :meth:`RefitSession.check`."""
+        self._opened().check(coming)
+
+    def load_weights(self, weights: Iterable[Named], *, kept: bool = False) -> None:
+        """Load tensors; ``kept`` as in :func:`~vllm_fp8rl.refit.tensor_stream.batches`."""
+        session = self._opened()
+        for batch in batches(weights, BATCH_BYTES, kept=kept):
+            session.load(batch)
+
+    def _opened(self) -> RefitSession:
+        # vLLM forgets about an update that failed at its end only when another one fails: a sender
+        # that tries again need not, and cannot, call start_weight_update.
+        if self._session is None:
+            self.start()
+        assert self._session is not None
+        return self._session
+
+    def abandon(self, reason: str) -> None:
+        if self._session is not None:
+            self._session.abandon(reason)
+            self._session = None
+
+    def finish(self) -> None:
+        if self._session is None:
+            raise RefitError("The weight update had failed; send all of it again, then finish it.")
+        session, self._session = self._session, None
+        session.__exit__(None, None, None)
+
+
+class _SessionEngine:
+    """The part of both engines that handles a weight update."""
+
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
+        super().__init__(config, vllm_config, device, _Intake(model))  # type: ignore[call-arg]
+
+    def start_weight_update(self) -> None:
+        """Open a session.
+
+        Raises:
+            RefitError: another refit is under way.
+        """
+        self.model.start()  # type: ignore[attr-defined]
+
+    def update_weights(self, update_info: Any) -> None:
+        """Receive a part of the weights; an error breaks the whole update off.
+
+        Raises:
+            Fp8RLError: see :class:`~vllm_fp8rl.refit.receiver.session.RefitSession`.
+        """
+        try:
+            super().update_weights(update_info)  # type: ignore[misc]
+        except BaseException as error:
+            self.model.abandon(type(error).__name__)  # type: ignore[attr-defined]
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Let the model run. The caller resets the prefix cache, and a connector's.
+
+        Raises:
+            RefitError: tensors are missing.
+        """
+        self.model.finish()  # type: ignore[attr-defined]
+
+
+@dataclass
+class Fp8RLInitInfo(WeightTransferInitInfo):
+    """Information for the start: none is needed."""
+
+
+@dataclass
+class Fp8RLUpdateInfo(WeightTransferUpdateInfo):
+    """One part of an update: either ``path`` or ``payload``."""
+
+    path: str | None = None
+    """A safetensors file, or a folder of them."""
+    payload: Payload | None = None
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.payload is None):
+            raise ValueError("Give either 'path' or 'payload' with a weight update.")
+
+
+class Fp8RLTransferEngine(_SessionEngine, WeightTransferEngine[Fp8RLInitInfo, Fp8RLUpdateInfo]):
+    """Backend ``fp8rl``."""
+
+    init_info_cls = Fp8RLInitInfo
+    update_info_cls = Fp8RLUpdateInfo
+
+    def init_transfer_engine(self, init_info: Fp8RLInitInfo) -> None:
+        """Nothing to do."""
+
+    def receive_weights(self, update_info: Fp8RLUpdateInfo) -> None:
+        """Load a file or a payload."""
+        if update_info.path is not None:
+            stored = read_files(update_info.path, self.model.check)
+            self.model.load_weights(stored, kept=True)
+            return
+        assert update_info.payload is not None
+        with received(update_info.payload, self.model.check) as tensors:
+            self.model.load_weights(tensors.items())
+
+    def shutdown(self) -> None:
+        """Nothing to do."""
+
+    @staticmethod
+    def trainer_send_weights(
+        iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: dict[str, Any]
+    ) -> None:
+        """Send tensors through the host (vLLM 0.25.1 asks an engine for this).
+
+        Args:
+            iterator: HF-named tensors.
+            trainer_args: has ``update_weights``, a function that takes the ``update_info`` of each
+                batch.
+        """
+        from vllm_fp8rl.refit.transport import pack
+
+        for batch in batches(iterator, BATCH_BYTES):
+            trainer_args["update_weights"]({"payload": pack(batch)})
+
+
+class Fp8RLNcclTransferEngine(_SessionEngine, NCCLWeightTransferEngine):
+    """Backend ``fp8rl_nccl``."""
