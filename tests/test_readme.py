@@ -18,9 +18,10 @@ import pytest
 import torch
 import yaml
 
-from fp8rl import Recipe, hookspecs
+from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape, ReferenceBackend
+from fp8rl.plugins import hookspecs
 from support.processes import environment, run_forked
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from fp8rl import PluginManager
 from fp8rl.errors import RefitError, UnsupportedError
-from fp8rl.hookspecs import RefitReport
+from fp8rl.plugins.hookspecs import RefitReport
 from vllm_fp8rl.guard import REMEDY
 from vllm_fp8rl.refit.client import (
     EMPTY_CACHE,
