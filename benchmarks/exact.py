@@ -246,7 +246,7 @@ def score(
     from fp8rl.kernels.vocabulary import shared_token_logprobs
     from megatron_fp8rl import convert
     from megatron_fp8rl.export import load_hf
-    from megatron_fp8rl.kv_cache import KVCacheInTraining
+    from megatron_fp8rl.kv.cache import KVCacheInTraining
     from megatron_fp8rl.testing.local_spec import completed_local_spec
 
     config = json.loads((options.model / "config.json").read_text())

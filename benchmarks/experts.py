@@ -31,9 +31,9 @@ from fp8rl import PluginManager
 from fp8rl.gemm import BackendChoice
 from fp8rl.numerics import LastExpertRows
 from megatron_fp8rl.export.layout import plain_layout
-from megatron_fp8rl.grouped import grouped_linear
-from megatron_fp8rl.linear import Fp8State
-from megatron_fp8rl.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
+from megatron_fp8rl.layers.grouped import grouped_linear
+from megatron_fp8rl.layers.linear import Fp8State
+from megatron_fp8rl.layers.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
 
 GPU = torch.device("cuda")
 Forward = Callable[[torch.Tensor], torch.Tensor]

@@ -31,8 +31,8 @@ from fp8rl import PluginManager, Recipe
 from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_operand
 from megatron_fp8rl import convert
-from megatron_fp8rl.kv_cache import KVCacheInTraining
-from megatron_fp8rl.linear import Fp8Linear
+from megatron_fp8rl.kv.cache import KVCacheInTraining
+from megatron_fp8rl.layers.linear import Fp8Linear
 
 GPU = torch.device("cuda")
 LABELS = (

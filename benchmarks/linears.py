@@ -30,7 +30,7 @@ from fp8rl.gemm import GemmShape
 from fp8rl.gemm.table import DIRECTIONS
 from fp8rl.numerics import quantize_operand, quantize_weight
 from megatron_fp8rl import convert
-from megatron_fp8rl.linear import Fp8Linear
+from megatron_fp8rl.layers.linear import Fp8Linear
 
 GPU = torch.device("cuda")
 SHAPES = {  # out and in features

@@ -40,7 +40,7 @@ from rich.table import Table
 
 from fp8rl import PluginManager, Recipe
 from megatron_fp8rl import convert
-from megatron_fp8rl.observers import QKVObserver
+from megatron_fp8rl.kv.observers import QKVObserver
 
 GPU = torch.device("cuda")
 MODES = ("BF16", "fp8rl", "fp8rl, codes kept")

@@ -55,8 +55,8 @@ def main(door: str, out: Path) -> None:
             f"Megatron-Bridge cannot be imported ({error}); install it or set MEGATRON_BRIDGE_SRC."
         )
 
-    from megatron_fp8rl.bridge import export_hf_weights, pre_wrap_hook
-    from megatron_fp8rl.specs import fp8_layer_spec
+    from megatron_fp8rl.integrations.bridge import export_hf_weights, pre_wrap_hook
+    from megatron_fp8rl.integrations.megatron_lm import fp8_layer_spec
 
     bridge = AutoBridge.from_hf_config(QWEN)
     provider = bridge.to_megatron_provider(load_weights=False)

@@ -3,7 +3,8 @@
 On GPUs nothing of this file is needed, it is Megatron-LM's own command line:
 
     FP8RL_RECIPE=recipe.yaml torchrun --nproc-per-node 8 pretrain_gpt.py \\
-        --spec megatron_fp8rl.specs gpt_layer --transformer-impl transformer_engine ...
+        --spec megatron_fp8rl.integrations.megatron_lm gpt_layer \\
+        --transformer-impl transformer_engine ...
 
 Here a model of such arguments is built by Megatron-LM's own parser and builder and trained for a
 few steps in one process on a CPU, which needs its source, triton, and for the commit that
@@ -34,7 +35,7 @@ from megatron_fp8rl import conversion_of
 from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
 
 ARGUMENTS = """
-    --spec megatron_fp8rl.specs gpt_layer --transformer-impl local
+    --spec megatron_fp8rl.integrations.megatron_lm gpt_layer --transformer-impl local
     --num-layers 3 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 2
     --group-query-attention --num-query-groups 1 --kv-channels 128 --qk-layernorm --swiglu
     --normalization RMSNorm --position-embedding-type rope --disable-bias-linear

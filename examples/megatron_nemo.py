@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from megatron_fp8rl import conversion_of
 from megatron_fp8rl.export import export_hf
-from megatron_fp8rl.specs import layer_spec
+from megatron_fp8rl.integrations.megatron_lm import layer_spec
 from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG, CpuShim, init_gloo
 
 GPU = torch.cuda.is_available()

@@ -27,8 +27,8 @@ class MegatronPolicy:
 
     def __init__(self, settings: Settings, recipe: Recipe) -> None:
         from megatron_fp8rl import convert
-        from megatron_fp8rl.kv_cache import KVCacheInTraining
-        from megatron_fp8rl.observers import QKVObserver
+        from megatron_fp8rl.kv.cache import KVCacheInTraining
+        from megatron_fp8rl.kv.observers import QKVObserver
         from megatron_fp8rl.testing.cpu_shim import CpuShim
 
         self._shim = CpuShim()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fp8rl.hookspecs import RefitReport
+from fp8rl.plugins.hookspecs import RefitReport
 from fp8rl.recipe import Recipe
 from fp8rl_demo.settings import Settings
 from fp8rl_demo.tokenizer import CharTokenizer

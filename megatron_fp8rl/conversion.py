@@ -21,15 +21,16 @@ from fp8rl.listing import listed
 from fp8rl.numerics import BLOCK, GROUP, LastExpertRows, Quantized
 from fp8rl.precision_report import precision_text
 from fp8rl.recipe import Pins
-from megatron_fp8rl import compat, exact, table
+from megatron_fp8rl import compat, precision_file
 from megatron_fp8rl.export import ModelChunks, in_wrapper, path_of_adapter, unwrap_chunks
 from megatron_fp8rl.export.layout import REPLICATED
 from megatron_fp8rl.hf_names import module_names
-from megatron_fp8rl.linear import FP8_CLASSES, Fp8Linear, Fp8Module, Fp8State, check_weight
+from megatron_fp8rl.layers import exact
+from megatron_fp8rl.layers.linear import FP8_CLASSES, Fp8Linear, Fp8Module, Fp8State, check_weight
+from megatron_fp8rl.layers.linear_modules import Site, sites, weights_of
+from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP, can_fuse
+from megatron_fp8rl.layers.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
 from megatron_fp8rl.router_replay import check_router_replay
-from megatron_fp8rl.sites import Site, sites, weights_of
-from megatron_fp8rl.swiglu import Fp8SwigluMLP, can_fuse
-from megatron_fp8rl.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class Conversion:
             CheckpointError: it cannot be written.
         """
         self._require_current()
-        return table.save(folder, self.recipe, self.policy) if global_rank() == 0 else None
+        return precision_file.save(folder, self.recipe, self.policy) if global_rank() == 0 else None
 
     def table_differences(self, folder: str | os.PathLike[str]) -> dict[str, tuple[str, str]]:
         """Modules that run in another precision than when ``folder`` was saved.
@@ -135,7 +136,7 @@ class Conversion:
             CheckpointError: ``folder`` has no readable table.
         """
         self._require_current()
-        return table.differences(folder, self.policy)
+        return precision_file.differences(folder, self.policy)
 
     def close(self) -> None:
         """Give the modules their upstream classes back; may be called again.
@@ -270,7 +271,7 @@ def adopt(
     Args:
         setup: of the conversion.
         roots: the chunks, or the layer.
-        shared: what :func:`megatron_fp8rl.exact.plan` changes besides.
+        shared: what :func:`megatron_fp8rl.layers.exact.plan` changes besides.
 
     Raises:
         As :func:`convert`; nothing has been changed then.
@@ -337,7 +338,7 @@ def conversion_of(model: ModelChunks) -> Conversion:
     if not setups:
         raise UnsupportedError(
             "No module of this model was converted to FP8; call convert(model, recipe) or build it "
-            "from a spec of megatron_fp8rl.specs."
+            "from a spec of megatron_fp8rl.integrations.megatron_lm."
         )
     first = setups[0]
     for site in (site for chunk in chunks for site in sites(chunk, wrapped=first.wrapped)):
@@ -474,7 +475,7 @@ def fp8_classes() -> dict[type, type[Fp8Linear]]:
     """Map each upstream class that is served here to its FP8 class."""
     if not compat.has_transformer_engine():
         return FP8_CLASSES
-    from megatron_fp8rl.te_classes import TE_CLASSES  # needs TransformerEngine
+    from megatron_fp8rl.layers.te_classes import TE_CLASSES  # needs TransformerEngine
 
     return FP8_CLASSES | TE_CLASSES
 

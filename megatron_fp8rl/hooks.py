@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from fp8rl import PluginManager, hookimpl
-from fp8rl.adapters import Compared, Diagnosis, EngineAdapter, ExactRequest
+from fp8rl.plugins.adapters import Compared, Diagnosis, EngineAdapter, ExactRequest
 from megatron_fp8rl.compat import SUPPORTED_VERSIONS, installed_version
 
 
@@ -49,8 +49,9 @@ def diagnose() -> Diagnosis:
         "megatron-bridge": _version("megatron-bridge") or "not installed (not needed)",
         "FP8 linears": f"local layers, {'' if transformer_engine else 'not '}TransformerEngine's; "
         "dense, experts, multi-token prediction",
-        "doors": "convert(model, recipe); --spec megatron_fp8rl.specs gpt_layer; "
-        "megatron_fp8rl.bridge",
+        "doors": "convert(model, recipe); "
+        "--spec megatron_fp8rl.integrations.megatron_lm gpt_layer; "
+        "megatron_fp8rl.integrations.bridge",
         **survey(PluginManager(strict=False).gemm_backends()),
     }
     return Diagnosis(found, SUPPORTED_VERSIONS, facts, tuple(problems))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8rl import hookimpl
-from fp8rl.adapters import ConfigRequest, Diagnosis, EngineAdapter
+from fp8rl.plugins.adapters import ConfigRequest, Diagnosis, EngineAdapter
 
 if TYPE_CHECKING:
     from pathlib import Path

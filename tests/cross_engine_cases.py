@@ -31,7 +31,7 @@ from fp8rl.kv_scales import parse_scale_name, scale_names
 from fp8rl.numerics import Quantized, quantize_block, quantize_group
 from megatron_fp8rl import Conversion, convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire
-from megatron_fp8rl.observers import QKVObserver
+from megatron_fp8rl.kv.observers import QKVObserver
 from megatron_fp8rl.testing.cpu_shim import CpuShim
 from megatron_fp8rl.testing.launch import join
 from megatron_fp8rl.testing.models import build_gpt

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from fp8rl.adapters import ConfigRequest, Diagnosis
+from fp8rl.plugins.adapters import ConfigRequest, Diagnosis
 from nemo_rl_ext.doctor.config_file import load_config
 from nemo_rl_ext.doctor.examination import examine
 

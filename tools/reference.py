@@ -166,7 +166,7 @@ def reference() -> str:
             "",
             *_metrics(LOSS),
             "",
-            "### FP8 KV cache in training (`megatron_fp8rl.kv_cache`)",
+            "### FP8 KV cache in training (`megatron_fp8rl.kv.cache`)",
             "",
             "The demo has them in `loss_metrics`, NeMo RL's loggers as `train/fp8rl/NAME`.",
             "",

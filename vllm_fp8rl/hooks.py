@@ -10,8 +10,8 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from fp8rl.adapters import Diagnosis, EngineAdapter, ExactRequest
-from fp8rl.hookspecs import hookimpl
+from fp8rl.plugins.adapters import Diagnosis, EngineAdapter, ExactRequest
+from fp8rl.plugins.hookspecs import hookimpl
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import (
     GPU_TESTED,

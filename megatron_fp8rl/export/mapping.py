@@ -261,7 +261,7 @@ class ParameterMap:
                 f"Parameter '{where}' has {full[0]} values where a norm of one head has "
                 f"{self.config.kv_channels}: it norms all heads at once, as MiniMax-M2's does, "
                 "whose Hugging Face names are not known here; let Megatron-Bridge load this model "
-                "and export it (megatron_fp8rl.bridge.export_hf_weights)."
+                "and export it (megatron_fp8rl.integrations.bridge.export_hf_weights)."
             )
         rows = self.rows(rule)
         sizes = [sum(part) for part in self.sections(rule)]
@@ -326,7 +326,7 @@ def read_model(
     if in_wrapper(model_chunks):
         raise UnsupportedError(
             "This is a multimodal model, whose tower has no Hugging Face names here; export it "
-            "with Megatron-Bridge (megatron_fp8rl.bridge.export_hf_weights)."
+            "with Megatron-Bridge (megatron_fp8rl.integrations.bridge.export_hf_weights)."
         )
     chunks = unwrap_chunks(model_chunks)
     for chunk in chunks:

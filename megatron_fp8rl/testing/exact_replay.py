@@ -19,18 +19,18 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from fp8rl import Recipe
-from fp8rl.adapters import Compared, ExactRequest
 from fp8rl.kernels import implementation
+from fp8rl.plugins.adapters import Compared, ExactRequest
 from megatron_fp8rl.conversion import convert
-from megatron_fp8rl.exact import ExactSelfAttention
 from megatron_fp8rl.export import load_hf
-from megatron_fp8rl.kv_cache import KVCacheInTraining
+from megatron_fp8rl.kv.cache import KVCacheInTraining
+from megatron_fp8rl.layers.exact import ExactSelfAttention
 from megatron_fp8rl.testing.cpu_shim import CpuShim
 from megatron_fp8rl.testing.models import build_gpt
 
 
 def replay(request: ExactRequest) -> list[Compared]:
-    """Compare in a process of its own; see :class:`fp8rl.adapters.EngineAdapter`."""
+    """Compare in a process of its own; see :class:`fp8rl.plugins.adapters.EngineAdapter`."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_replay, request).result()
 

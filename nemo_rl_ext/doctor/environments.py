@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fp8rl.adapters import Diagnosis, Section
 from fp8rl.errors import UnsupportedError
+from fp8rl.plugins.adapters import Diagnosis, Section
 from nemo_rl_ext.doctor.installation import find_package, installed_package, version
 from nemo_rl_ext.doctor.probe import PACKAGES
 from nemo_rl_ext.patches.upstream import KNOWN

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 
 from fp8rl import PluginManager, Recipe
-from fp8rl.adapters import ConfigRequest, Diagnosis, Section
 from fp8rl.errors import Fp8RLError, OptionError, RecipeError, UnsupportedError
 from fp8rl.models.folder import folder_config
 from fp8rl.models.spec import ModelSpec
+from fp8rl.plugins.adapters import ConfigRequest, Diagnosis, Section
 from fp8rl.precision_report import precision_section
 from nemo_rl_ext.config.drivers import (
     BLOCK,

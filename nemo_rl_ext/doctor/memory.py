@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fp8rl.adapters import Section
 from fp8rl.models.pins import PinRow
 from fp8rl.models.sizes import GIB, Bytes, Sizes, gib, mib
 from fp8rl.models.spec import ModelSpec
+from fp8rl.plugins.adapters import Section
 from fp8rl.recipe import KVDtype
 from nemo_rl_ext.config.keys import Sections
 

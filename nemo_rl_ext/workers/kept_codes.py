@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_fp8rl.conversion import Conversion
-from megatron_fp8rl.sites import weights_of
+from megatron_fp8rl.layers.linear_modules import weights_of
 from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)

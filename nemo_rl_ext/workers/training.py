@@ -24,8 +24,8 @@ from nemo_rl_ext.workers.refit import NOT_SENT
 
 if TYPE_CHECKING:
     from megatron_fp8rl.conversion import Conversion
-    from megatron_fp8rl.kv_cache import KVCacheInTraining
-    from megatron_fp8rl.observers import QKVObserver
+    from megatron_fp8rl.kv.cache import KVCacheInTraining
+    from megatron_fp8rl.kv.observers import QKVObserver
     from megatron_fp8rl.router_replay import ReplayedRoutes
     from nemo_rl_ext.workers.kept_codes import KeptCodes
 
@@ -118,7 +118,7 @@ class Fp8Training:
             return setup(policy, megatron, load_optimizer, **options)
         recipe = plan.of_trainer
         if recipe is not None and recipe.training:
-            from megatron_fp8rl.bridge import pre_wrap_hook
+            from megatron_fp8rl.integrations.bridge import pre_wrap_hook
 
             hooks = options.get("additional_pre_wrap_hooks") or ()
             ours = pre_wrap_hook(recipe, converted=self._keep_codes_of)
@@ -129,7 +129,7 @@ class Fp8Training:
         if recipe is not None and plan.kv_scales == "trainer":
             self._qkv_observer = _observe(state.model)
         if plan.rounded_as != "auto":
-            from megatron_fp8rl.kv_cache import KVCacheInTraining
+            from megatron_fp8rl.kv.cache import KVCacheInTraining
 
             self._kv_cache = KVCacheInTraining(state.model, plan.rounded_as)
         if replays_routes(policy):
@@ -398,6 +398,6 @@ def _saved_scales(weights_path: str | None) -> Scales:
 
 def _observe(model: torch.nn.Module) -> QKVObserver:
     """Watch q, k and v in every forward of the model from now on."""
-    from megatron_fp8rl.observers import QKVObserver
+    from megatron_fp8rl.kv.observers import QKVObserver
 
     return QKVObserver(model)

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fp8rl.adapters import Section
 from fp8rl.listing import number_ranges
 from fp8rl.models.pins import PinRow, Precision
+from fp8rl.plugins.adapters import Section
 
 
 class PrecisionLine(NamedTuple):

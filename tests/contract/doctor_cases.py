@@ -15,8 +15,8 @@ from nemo_rl.utils import config as nemo_config
 from omegaconf import OmegaConf
 
 from fp8rl import Recipe
-from fp8rl.adapters import ConfigRequest
 from fp8rl.errors import Fp8RLError
+from fp8rl.plugins.adapters import ConfigRequest
 from nemo_rl_ext.doctor.config_file import load_config
 from nemo_rl_ext.doctor.examination import examine
 from nemo_rl_ext.patch_finder import install

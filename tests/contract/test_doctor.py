@@ -7,7 +7,7 @@ import re
 import nemo_rl_yamls
 import pytest
 
-from fp8rl.adapters import ConfigRequest
+from fp8rl.plugins.adapters import ConfigRequest
 from nemo_rl_ext.config.drivers import driver_of
 from nemo_rl_ext.doctor.config_file import load_config
 from nemo_rl_ext.doctor.examination import examine, rollout_recipe

@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from fp8rl import Recipe
 from fp8rl.recipe import Pins
 from megatron_fp8rl import conversion_of
-from megatron_fp8rl.specs import fp8_layer_spec
+from megatron_fp8rl.integrations.megatron_lm import fp8_layer_spec
 from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG, CpuShim, init_gloo
 from support.sources import source
 

@@ -26,7 +26,7 @@ READ = {
     "layer_norm_weight eps normalization zero_centered_gamma return_layernorm_output",
     "GroupedLinear": "use_bias apply_bias num_gemms fuse_wgrad_accumulation wgrad_store",
 }
-"""Attributes that ``megatron_fp8rl.te_classes`` reads, those whose values it refuses too."""
+"""Attributes that ``megatron_fp8rl.layers.te_classes`` reads, those whose values it refuses too."""
 KNOWN = {
     "Linear": set(),
     "LayerNormLinear": set(),

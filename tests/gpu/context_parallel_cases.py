@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from fp8rl.kv_scales import scale_name
 from fp8rl.testing.numeric import relative_error
-from megatron_fp8rl.kv_cache import KVCacheInTraining
+from megatron_fp8rl.kv.cache import KVCacheInTraining
 from megatron_fp8rl.testing.launch import join
 from megatron_fp8rl.testing.models import build_gpt
 from support.attention import causal_attention, fake_quantized

@@ -311,7 +311,7 @@ def test_gradients_of_attention_are_those_of_the_rounded_keys(dtype):
     pytest.importorskip("megatron.core")
     from types import SimpleNamespace
 
-    from megatron_fp8rl.exact import _Attention
+    from megatron_fp8rl.layers.exact import _Attention
 
     case = make(8, 2, 64, dtype)
     layer: Any = SimpleNamespace(
@@ -369,9 +369,9 @@ def test_transformer_engines_spec_has_the_bits_of_the_local_one(world_of_one, dt
     from fp8rl.kv_scales import scale_names
     from fp8rl.testing.numeric import relative_error
     from megatron_fp8rl import convert
-    from megatron_fp8rl.exact import ExactNorm
     from megatron_fp8rl.export import export_hf, load_hf
-    from megatron_fp8rl.kv_cache import KVCacheInTraining
+    from megatron_fp8rl.kv.cache import KVCacheInTraining
+    from megatron_fp8rl.layers.exact import ExactNorm
     from megatron_fp8rl.testing.models import build_gpt
 
     shape: dict[str, Any] = {
@@ -476,7 +476,7 @@ def test_transformer_engines_attention_runs_before_there_are_scales(world_of_one
 
     from fp8rl import Recipe
     from megatron_fp8rl import convert
-    from megatron_fp8rl.kv_cache import KVCacheInTraining
+    from megatron_fp8rl.kv.cache import KVCacheInTraining
     from megatron_fp8rl.testing.models import build_gpt
 
     config = Qwen3Config(

@@ -113,7 +113,7 @@ def test_megatrons_layer_is_upstreams_function(world: None, recompute: bool) -> 
     """Without FP8, in float32: result and gradients, with experts that have no tokens."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_fp8rl.experts import ExactMoELayer, ExactRouter
+    from megatron_fp8rl.layers.experts import ExactMoELayer, ExactRouter
 
     torch.manual_seed(0)
     layer = megatron_model(128, 12, 2, 128).decoder.layers[0].mlp
@@ -159,7 +159,7 @@ def group(layer: Any, multiply: Any) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="bfloat16 logits of upstream's choose other experts")
 def test_grouped_experts_are_the_same_function(world: None) -> None:
-    from megatron_fp8rl.experts import ExactMoELayer, ExactRouter
+    from megatron_fp8rl.layers.experts import ExactMoELayer, ExactRouter
 
     torch.manual_seed(0)
     layer = megatron_model(128, 12, 2, 128).decoder.layers[0].mlp
@@ -204,9 +204,9 @@ def test_vllms_layer_and_megatrons_have_equal_bits(
     from fp8rl.numerics import quantize_block
     from megatron_fp8rl import convert
     from megatron_fp8rl.export.layout import plain_layout
-    from megatron_fp8rl.grouped import grouped_linear
-    from megatron_fp8rl.linear import Fp8State
-    from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
+    from megatron_fp8rl.layers.grouped import grouped_linear
+    from megatron_fp8rl.layers.linear import Fp8State
+    from megatron_fp8rl.layers.weight_codes import WeightCodes, WeightEpoch
     from vllm_fp8rl.quantization.exact_experts import ExactMoEMethod
 
     monkeypatch.setattr(

@@ -118,8 +118,8 @@ def test_a_module_of_experts_is_that_of_each_expert(together):
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     from fp8rl import PluginManager
     from megatron_fp8rl.export.layout import plain_layout
-    from megatron_fp8rl.grouped import grouped_linear
-    from megatron_fp8rl.linear import Call, fp8_linear
+    from megatron_fp8rl.layers.grouped import grouped_linear
+    from megatron_fp8rl.layers.linear import Call, fp8_linear
     from support.megatron import fp8_states
 
     torch.manual_seed(0)

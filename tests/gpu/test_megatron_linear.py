@@ -16,8 +16,8 @@ from fp8rl.gemm import BackendChoice, GemmBackend, GemmShape, builtin_backends
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
 from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl.export.layout import RowLayout, plain_layout, qkv_layout
-from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
-from megatron_fp8rl.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
+from megatron_fp8rl.layers.linear import Call, Fp8State, fp8_linear
+from megatron_fp8rl.layers.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
 
 GPU = torch.device("cuda")
 BACKENDS = [b for b in builtin_backends() if b.name != "reference"]

@@ -35,15 +35,16 @@ from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import Pins
 from fp8rl.testing.numeric import relative_error
-from megatron_fp8rl import convert, te_classes, weight_codes_hf
+from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.hf_names import module_names
-from megatron_fp8rl.kv_cache import KVCacheInTraining
-from megatron_fp8rl.norms import normalize
-from megatron_fp8rl.observers import QKVObserver
+from megatron_fp8rl.integrations.megatron_lm import layer_spec
+from megatron_fp8rl.kv.cache import KVCacheInTraining
+from megatron_fp8rl.kv.observers import QKVObserver
+from megatron_fp8rl.layers import te_classes
+from megatron_fp8rl.layers.norms import normalize
+from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.router_replay import ReplayedRoutes
-from megatron_fp8rl.specs import layer_spec
-from megatron_fp8rl.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.launch import launch
 from support.attention import causal_attention, fake_quantized
 from support.fused_swiglu import compare_with_separate
@@ -279,7 +280,7 @@ def _swap_alone(layer: Any, kind: str) -> None:
     """Convert one layer by the same code that converts a model."""
     from megatron_fp8rl.conversion import _check, _swap, prepare
     from megatron_fp8rl.export.layout import plain_layout
-    from megatron_fp8rl.sites import Site
+    from megatron_fp8rl.layers.linear_modules import Site
 
     layout = plain_layout("o_proj", 768)
     site = Site(("model.layers.0.self_attn.o_proj",), kind, layer, layout)

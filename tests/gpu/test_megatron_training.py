@@ -20,9 +20,9 @@ from fp8rl.recipe import Pins
 from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf
-from megatron_fp8rl.observers import QKVObserver
-from megatron_fp8rl.sites import weights_of
-from megatron_fp8rl.swiglu import Fp8SwigluMLP
+from megatron_fp8rl.kv.observers import QKVObserver
+from megatron_fp8rl.layers.linear_modules import weights_of
+from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.models import build_gpt
 from nemo_rl_ext.workers.kept_codes import KeptCodes
 from support.fused_swiglu import compare_with_separate

@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel import layers
 from fp8rl import PluginManager
 from fp8rl.errors import UnsupportedError
 from megatron_fp8rl import compat, hooks
-from megatron_fp8rl.bridge import register
 from megatron_fp8rl.conversion import fp8_classes
+from megatron_fp8rl.integrations.bridge import register
 
 
 def test_the_installed_version_is_the_known_one():
@@ -49,7 +49,7 @@ def test_without_transformer_engine_its_classes_are_not_served():
 
 def test_every_fp8_class_tells_bridge_its_parallelism_by_its_name():
     """Also those of TransformerEngine, which are not importable everywhere."""
-    source = Path(compat.__file__).with_name("te_classes.py").read_text()
+    source = Path(compat.__file__).parent.joinpath("layers", "te_classes.py").read_text()
     defined = re.findall(r"^class (Fp8\w+)\(\w+, (TE\w+)\):", source, re.M)
     assert len(defined) == 6
     for name, upstream in defined:

@@ -18,11 +18,11 @@ from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import Quantized, quantize_block
 from fp8rl.recipe import Pins
-from megatron_fp8rl import Conversion, conversion_of, convert, table, weight_codes_hf
+from megatron_fp8rl import Conversion, conversion_of, convert, precision_file, weight_codes_hf
 from megatron_fp8rl import conversion as conversion_module
 from megatron_fp8rl.export import export_hf
-from megatron_fp8rl.linear import Fp8ColumnParallelLinear, Fp8Module, Fp8RowParallelLinear
-from megatron_fp8rl.sites import sites
+from megatron_fp8rl.layers.linear import Fp8ColumnParallelLinear, Fp8Module, Fp8RowParallelLinear
+from megatron_fp8rl.layers.linear_modules import sites
 from megatron_fp8rl.testing.models import build_gpt
 from support.megatron import (
     Recording,
@@ -155,7 +155,7 @@ def test_the_table_is_true_of_every_module_and_tells_of_lost_pins(tmp_path):
     conversion.save_table(tmp_path)
     in_bf16 = {name for name in checked if rows[name] == "bf16"}
     naive = PinPolicy(Pins(), [row.name for row in conversion.policy.report()])
-    assert set(table.differences(tmp_path, naive)) == in_bf16 and len(in_bf16) == 2 * 7 + 1
+    assert set(precision_file.differences(tmp_path, naive)) == in_bf16 and len(in_bf16) == 2 * 7 + 1
     naive = PinPolicy(
         Pins(first=1, last=1), ModelSpec.dense(2).names
     )  # two stages of two layers: all

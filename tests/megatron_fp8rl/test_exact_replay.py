@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fp8rl import Recipe
-from fp8rl.adapters import Compared, ExactRequest
 from fp8rl.first_layers import write_first_layers
+from fp8rl.plugins.adapters import Compared, ExactRequest
 
 pytest.importorskip("vllm")
 

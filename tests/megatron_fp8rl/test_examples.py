@@ -22,7 +22,7 @@ from fp8rl.models.families import kind_of
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import Pins
-from megatron_fp8rl.table import FILE_NAME
+from megatron_fp8rl.precision_file import FILE_NAME
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LOSS = re.compile(r"^step \d+ loss ([\d.]+)$", re.M)
@@ -103,13 +103,13 @@ for name, folder in (("MEGATRON_BRIDGE_SRC", "src"), ("MEGATRON_LM_SRC", "")):
     if name in os.environ:
         sys.path.insert(0, str(Path(os.environ[name], folder)))
 import yaml
-from megatron_fp8rl import bridge, specs
+from megatron_fp8rl.integrations import bridge, megatron_lm
 bridge.register()
 from megatron.bridge.utils.instantiate_utils import instantiate
 from megatron.bridge.utils.yaml_utils import safe_yaml_representers
 with safe_yaml_representers():
-    text = yaml.safe_dump({"transformer_layer_spec": specs.layer_spec})
-assert instantiate(yaml.safe_load(text))["transformer_layer_spec"] is specs.layer_spec
+    text = yaml.safe_dump({"transformer_layer_spec": megatron_lm.layer_spec})
+assert instantiate(yaml.safe_load(text))["transformer_layer_spec"] is megatron_lm.layer_spec
 """
 
 

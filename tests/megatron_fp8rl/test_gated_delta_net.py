@@ -23,9 +23,9 @@ from megatron_fp8rl import conversion_of, convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.export.mapping import read_model
 from megatron_fp8rl.hf_names import module_names
-from megatron_fp8rl.kv_cache import KVCacheInTraining
-from megatron_fp8rl.observers import QKVObserver
-from megatron_fp8rl.sites import sites
+from megatron_fp8rl.kv.cache import KVCacheInTraining
+from megatron_fp8rl.kv.observers import QKVObserver
+from megatron_fp8rl.layers.linear_modules import sites
 from support.gated_delta_net import token_by_token
 from support.megatron import convert_alone, hf_gpt, logprobs, prompts
 from support.processes import run_ranks

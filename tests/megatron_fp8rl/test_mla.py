@@ -19,7 +19,7 @@ from fp8rl.numerics import quantize_block
 from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.compat import without_query_norm
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
-from megatron_fp8rl.observers import QKVObserver
+from megatron_fp8rl.kv.observers import QKVObserver
 from support.megatron import convert_alone, hf_gpt, logprobs, prompts
 from support.mla import ALL, PUBLISHED, RECIPE, SHAPES
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor

@@ -13,7 +13,7 @@ from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, q
 from megatron_fp8rl import weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
 from megatron_fp8rl.hf_names import module_names
-from megatron_fp8rl.sites import sites
+from megatron_fp8rl.layers.linear_modules import sites
 from megatron_fp8rl.testing.models import build_gpt
 from support.megatron import convert_alone, dense, losses, moe, pinned
 

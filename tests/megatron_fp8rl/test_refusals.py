@@ -23,9 +23,9 @@ from fp8rl.errors import (
 from fp8rl.kv_scales import scale_name
 from megatron_fp8rl import conversion_of, convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
-from megatron_fp8rl.kv_cache import KVCacheInTraining
-from megatron_fp8rl.linear import Fp8Module
-from megatron_fp8rl.observers import QKVObserver
+from megatron_fp8rl.kv.cache import KVCacheInTraining
+from megatron_fp8rl.kv.observers import QKVObserver
+from megatron_fp8rl.layers.linear import Fp8Module
 from megatron_fp8rl.router_replay import ReplayedRoutes
 from megatron_fp8rl.testing.models import build_gpt
 from support.megatron import convert_alone, dense, losses, pinned, tokens

@@ -11,7 +11,7 @@ import torch
 
 from fp8rl.numerics import reference
 from fp8rl.testing.numeric import relative_error
-from megatron_fp8rl import linear
+from megatron_fp8rl.layers import linear
 
 FUSED = ("quantize_swiglu", "quantize_swiglu_grad")
 Calls = list[tuple[str, torch.Size]]

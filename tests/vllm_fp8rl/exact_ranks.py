@@ -98,7 +98,7 @@ def trainer(folder: Path, recipe: Recipe) -> None:
 
 def built(folder: Path, recipe: Recipe, **options: Any) -> Any:
     from megatron_fp8rl import convert
-    from megatron_fp8rl.kv_cache import KVCacheInTraining
+    from megatron_fp8rl.kv.cache import KVCacheInTraining
     from support.megatron import hf_gpt
 
     model = hf_gpt(folder, torch.bfloat16, bias_activation_fusion=True, **options)

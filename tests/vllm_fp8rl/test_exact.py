@@ -25,7 +25,7 @@ from fp8rl.kernels import implementation, reference
 from fp8rl.kv_scales import scale_names
 from megatron_fp8rl import convert
 from megatron_fp8rl.export import export_hf
-from megatron_fp8rl.kv_cache import KVCacheInTraining
+from megatron_fp8rl.kv.cache import KVCacheInTraining
 from megatron_fp8rl.testing.cpu_shim import CpuShim
 from support.engine import Engine
 from support.megatron import hf_gpt, one_process

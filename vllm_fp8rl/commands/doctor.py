@@ -22,11 +22,11 @@ from vllm.v1.attention.selector import get_attn_backend
 
 import vllm_fp8rl
 from fp8rl import Recipe
-from fp8rl.adapters import Diagnosis, Section
 from fp8rl.errors import Fp8RLError
 from fp8rl.listing import number_ranges
 from fp8rl.models.pins import ALWAYS_BF16, PinRow
 from fp8rl.models.sizes import GIB, Sizes, gib, mib
+from fp8rl.plugins.adapters import Diagnosis, Section
 from fp8rl.reading import explain
 from vllm_fp8rl.compat import TESTED, installed_version
 from vllm_fp8rl.engine.rank_state import RankState

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fp8rl.adapters import ExactRequest
 from fp8rl.errors import Fp8RLError, UnsupportedError
+from fp8rl.plugins.adapters import ExactRequest
 from vllm_fp8rl import engine_args
 
 _TOKENS = 32  # of each answer

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from fp8rl import Recipe
-from fp8rl.adapters import Diagnosis
 from fp8rl.errors import UnsupportedError
 from fp8rl.export import wire_scale_name
 from fp8rl.models.folder import folder_spec, folder_tensors
+from fp8rl.plugins.adapters import Diagnosis
 from fp8rl.weight_files import WeightFile
 from vllm_fp8rl import engine_args
 from vllm_fp8rl.compat import TESTED, built_for_cpus, installed_version

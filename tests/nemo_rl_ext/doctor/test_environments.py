@@ -15,9 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fp8rl import PluginManager
-from fp8rl.adapters import Diagnosis
 from fp8rl.cli import build_app
 from fp8rl.errors import OptionError, UnsupportedError
+from fp8rl.plugins.adapters import Diagnosis
 from nemo_rl_ext.doctor import environments
 from nemo_rl_ext.doctor.environments import examine_environments
 from support.nemo_rl import write_checkout

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from fp8rl import PluginManager, cli
-from fp8rl.adapters import ConfigRequest, Diagnosis
 from fp8rl.errors import RecipeError
+from fp8rl.plugins.adapters import ConfigRequest, Diagnosis
 from fp8rl.recipe import Recipe
 from nemo_rl_ext.doctor import examination, installation
 from nemo_rl_ext.doctor.examination import diagnose, examine

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager
-from fp8rl.adapters import Section
 from fp8rl.errors import ModelError
 from fp8rl.models.pins import PinRow
 from fp8rl.models.sizes import GIB, Sizes
 from fp8rl.models.spec import ModelSpec
+from fp8rl.plugins.adapters import Section
 from fp8rl.recipe import Pins
 from nemo_rl_ext.config.drivers import DRIVERS
 from nemo_rl_ext.config.keys import Sections

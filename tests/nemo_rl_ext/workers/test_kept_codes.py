@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron_fp8rl.conversion import Conversion
+from megatron_fp8rl.layers.weight_codes import WeightEpoch
 from megatron_fp8rl.testing.models import build_gpt
-from megatron_fp8rl.weight_codes import WeightEpoch
 from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers.kept_codes import GIB, DeviceMemory, KeptCodes
 from support.megatron import convert_alone, dense, moe, one_process, pinned

@@ -20,7 +20,7 @@ from transformers import Qwen3Config
 from fp8rl.errors import CheckpointError, ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_names
 from megatron_fp8rl.conversion import conversion_of
-from megatron_fp8rl.observers import QKVObserver
+from megatron_fp8rl.kv.observers import QKVObserver
 from megatron_fp8rl.testing.models import build_gpt
 from nemo_rl_ext.workers import kept_codes, training
 from nemo_rl_ext.workers.kept_codes import DeviceMemory

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager, Recipe
-from fp8rl.adapters import Diagnosis
 from fp8rl.models.sizes import Sizes, gib, mib
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import FP8_DTYPE
+from fp8rl.plugins.adapters import Diagnosis
 from support.engine import Engine
 from support.mla import RECIPE
 from vllm_fp8rl import compat, hooks

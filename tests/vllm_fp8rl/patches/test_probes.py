@@ -185,7 +185,9 @@ def test_an_untested_vllm_with_an_unrelated_change_runs_and_warns_once(
     monkeypatch.setattr(compat, "installed_version", lambda: "0.99.0+cpu")
     started = other_engine(checkpoints["a"], Recipe())
     engine = started.llm.llm_engine.vllm_config
-    _probe(engine, ModelSpec.of(engine.model_config.hf_config))  # as another engine of this process does
+    _probe(
+        engine, ModelSpec.of(engine.model_config.hf_config)
+    )  # as another engine of this process does
     assert len(started.greedy(PROMPTS)[0]) == 12
     (warning,) = (text for text in messages if "was not tested" in text)
     assert "vLLM 0.99.0+cpu was not tested with fp8rl on a CPU; 0.25.1, " in warning

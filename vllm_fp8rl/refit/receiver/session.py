@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8rl.errors import Fp8RLError, RefitError
-from fp8rl.hookspecs import RefitReport
 from fp8rl.kv_scales import check_scale, parse_scale_name, scale_name
 from fp8rl.numerics import FP8_DTYPE, parts, start_finite_check
+from fp8rl.plugins.hookspecs import RefitReport
 from vllm_fp8rl.compat import reported_name
 from vllm_fp8rl.engine.finite_weights import not_finite
 from vllm_fp8rl.engine.guard import REMEDY

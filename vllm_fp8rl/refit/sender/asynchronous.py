@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from fp8rl import PluginManager
 from fp8rl.errors import RefitError, UnsupportedError
-from fp8rl.hookspecs import RefitReport
+from fp8rl.plugins.hookspecs import RefitReport
 from vllm_fp8rl.engine.guard import REMEDY
 from vllm_fp8rl.refit.liveness import lost_worker, while_alive
 from vllm_fp8rl.refit.receiver.session import Tensors

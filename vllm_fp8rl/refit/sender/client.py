@@ -21,7 +21,7 @@ import torch
 
 from fp8rl import PluginManager
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
-from fp8rl.hookspecs import RefitReport
+from fp8rl.plugins.hookspecs import RefitReport
 from vllm_fp8rl.engine.guard import REMEDY
 from vllm_fp8rl.engine.names import NAME, uses_fp8rl
 from vllm_fp8rl.refit.liveness import ended_by_death, lost_worker

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from fp8rl import PluginManager
-from fp8rl.hookspecs import RefitReport
+from fp8rl.plugins.hookspecs import RefitReport
 from vllm_fp8rl.refit.receiver.session import Tensors
 from vllm_fp8rl.refit.sender.client import (
     HALF_UPDATED,

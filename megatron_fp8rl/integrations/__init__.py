@@ -1,0 +1,1 @@
+"""Entry points of Megatron-LM and Megatron-Bridge."""

@@ -1,0 +1,1 @@
+"""Queries, keys and values: their amax, and attention over them as the rollout caches them."""

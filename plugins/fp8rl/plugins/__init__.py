@@ -1,0 +1,1 @@
+"""Plugins: the hooks they may implement, and what finds and calls them."""

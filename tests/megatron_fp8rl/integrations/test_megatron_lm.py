@@ -1,0 +1,219 @@
+"""The doors of Megatron-LM and Megatron-Bridge, with megatron-core's own spec machinery."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from fp8rl import Recipe
+from fp8rl.errors import PinError, RecipeError, UnsupportedError
+from megatron_fp8rl import conversion_of, convert
+from megatron_fp8rl.export import export_hf, load_hf
+from megatron_fp8rl.integrations import megatron_lm
+from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
+from megatron_fp8rl.precision_file import FILE_NAME
+from megatron_fp8rl.testing.models import build_gpt
+from support.megatron import dense, losses, moe
+
+pytestmark = pytest.mark.usefixtures("mcore")
+
+DENSE = dense(num_hidden_layers=3)
+EXPERTS = moe(4, num_hidden_layers=3, mlp_only_layers=[0])
+PINS = {"layers": [-1], "names": ["model.layers.0.mlp.down_proj"]}
+DENSE_FP8 = {
+    f"model.layers.{layer}.{leaf}"
+    for layer in (0, 1)
+    for leaf in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+} - {"model.layers.0.mlp.down_proj"}
+
+
+@pytest.fixture(autouse=True)
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    monkeypatch.setenv("FP8RL_RECIPE", json.dumps({"pins": PINS}))
+    return Recipe.from_dict({"pins": PINS})
+
+
+def _symbol() -> ModuleSpec:
+    """Resolve ``--spec megatron_fp8rl.integrations.megatron_lm gpt_layer`` as gpt_builder does."""
+    return import_module(("megatron_fp8rl.integrations.megatron_lm", "gpt_layer"))
+
+
+def _build(hf_config: Any, spec: Any, **options: Any):
+    return build_gpt(hf_config, transformer_layer_spec=spec, transformer_impl="local", **options)
+
+
+def _loss(model: torch.nn.Module) -> torch.Tensor:
+    ids = torch.arange(2 * 17).reshape(2, 17) % 64
+    return losses(model, ids).float().mean()
+
+
+@pytest.mark.parametrize("hf_config", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("door", ["symbol", "callable"])
+def test_a_model_of_the_spec_is_a_converted_model(hf_config, door, recipe, capsys):
+    plain = build_gpt(hf_config)
+    spec = _symbol() if door == "symbol" else megatron_lm.layer_spec(plain.config)
+    ours = _build(hf_config, spec)
+    load_hf(ours, dict(export_hf(plain)))
+    bf16 = _loss(plain)
+    expected = convert(plain, recipe)
+    found = conversion_of(ours)
+    assert set(found.modules) == set(expected.modules)
+    assert found.policy.report() == expected.policy.report()
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert list(ours.sharded_state_dict()) == list(plain.sharded_state_dict())
+    loss = _loss(ours)
+    assert torch.equal(loss, _loss(plain)) and not torch.equal(loss, bf16)
+    loss.backward()
+    pinned = ours.decoder.layers[2]
+    assert type(pinned.self_attention.linear_qkv) is ColumnParallelLinear
+    assert type(pinned.self_attention.linear_proj) is RowParallelLinear
+    if hf_config is DENSE:
+        assert set(found.modules) == DENSE_FP8
+    found.close()
+    assert torch.equal(_loss(ours), bf16)
+    with pytest.raises(UnsupportedError, match="No module of this model was converted"):
+        conversion_of(ours)
+    again = convert(ours, Recipe())  # what the converter resolved is gone, its pins too
+    assert conversion_of(ours).policy.pins == again.policy.pins != found.policy.pins
+
+
+def test_the_table_is_printed_once_and_saved_beside_megatron_lms_checkpoint(
+    tmp_path, capsys, monkeypatch
+):
+    running = types.SimpleNamespace(_GLOBAL_ARGS=types.SimpleNamespace(save=str(tmp_path)))
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", running)
+    spec = ModuleSpec(
+        module=megatron_lm.Fp8TransformerLayer,
+        params={"fp8": megatron_lm.SpecConverter(), "reaches_mtp": False},
+    )
+    first = [
+        _build(
+            DENSE,
+            spec,
+            num_layers=4,
+            pipeline_model_parallel_size=2,
+            virtual_pipeline_model_parallel_size=2,
+            vp_stage=stage,
+            pre_process=stage == 0,
+            post_process=False,
+        )
+        for stage in range(2)
+    ]
+    printed = capsys.readouterr().out
+    assert printed.count("fp8rl [rank 0]") == 1
+    assert "layers 3: BF16 qkv_proj (layers: -1), o_proj (layers: -1)" in printed
+    # This rank has layers 0 and 2 of 4, each the first of its chunk; the table has the whole model.
+    found = conversion_of(first)
+    assert {int(name.split(".")[2]) for name in found.modules} == {0, 2}
+    assert found.table_differences(tmp_path) == {}
+    table = json.loads((tmp_path / FILE_NAME).read_text())
+    rows = {row["name"]: (row["precision"], row["reason"]) for row in table["modules"]}
+    assert rows["model.layers.3.mlp.up_proj"] == ("bf16", "layers: -1")
+    assert rows["model.layers.2.mlp.up_proj"] == ("fp8", "")
+    assert Recipe.from_dict(table["recipe"]).pins.layers == (-1,)
+    epochs = {id(m.fp8_setup): m.fp8_setup.epoch for m in found.modules.values()}
+    assert len(epochs) == 2  # one for each chunk's config
+    before = {key: epoch.value for key, epoch in epochs.items()}
+    found.invalidate()
+    assert all(epoch.value > before[key] for key, epoch in epochs.items())
+
+
+def test_mtp_layers_stay_bf16_behind_the_symbol_and_the_table_says_so(capsys):
+    model = _build(DENSE, _symbol(), mtp_num_layers=1)
+    rows = {row.name: row for row in conversion_of(model).policy.report()}
+    assert rows["mtp.layers.0.self_attn.o_proj"].precision == "bf16"
+    assert rows["mtp.layers.0.self_attn.o_proj"].reason == "names: mtp.*"
+    kinds = {type(m) for m in model.mtp.modules()}
+    assert ColumnParallelLinear in kinds and megatron_lm.Fp8TransformerLayer not in kinds
+
+
+def test_a_callable_spec_wraps_what_bridge_would_take(recipe):
+    def plain(config):
+        return get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+
+    def staged(config, vp_stage=None):
+        return get_gpt_decoder_block_spec(config, False, "RMSNorm", vp_stage=vp_stage)
+
+    tables: list[str] = []
+    config = build_gpt(DENSE).config
+    for base in (plain, staged, plain(config), staged(config)):
+        spec = megatron_lm.fp8_layer_spec(base, recipe, tables.append)(config)
+        model = _build(DENSE, spec)
+        assert set(conversion_of(model).modules) == DENSE_FP8
+        assert all(type(x) is megatron_lm.Fp8TransformerLayer for x in model.decoder.layers)
+    assert len(tables) == 4
+    again = megatron_lm.fp8_layer_spec(plain, recipe, tables.append)
+    for _ in range(2):  # a policy and its reference
+        _build(DENSE, again(config))
+    assert len(tables) == 5
+
+
+def test_models_of_one_spec_and_one_config_are_apart():
+    """A policy and its reference: closing one must not leave stale codes in the other."""
+    spec, config = _symbol(), build_gpt(DENSE, bias_activation_fusion=True).config
+    one, two = (
+        GPTModel(
+            config, spec, vocab_size=64, max_sequence_length=32, position_embedding_type="rope"
+        )
+        for _ in range(2)
+    )
+    fused = [layer.mlp for layer in two.decoder.layers[:2]]
+    # One of the linears of the first is pinned.
+    assert [type(mlp) is Fp8SwigluMLP for mlp in fused] == [False, True]
+    conversion_of(one).close()
+    assert type(fused[1]) is Fp8SwigluMLP
+    assert type(one.decoder.layers[1].mlp) is not Fp8SwigluMLP
+    found = conversion_of(two)
+    assert set(found.modules) == DENSE_FP8
+    module = found.modules["model.layers.1.mlp.down_proj"]
+    before = module.fp8_setup.epoch.value
+    module.weight.grad = torch.ones_like(module.weight)
+    torch.optim.SGD([module.weight], lr=1.0).step()
+    assert module.fp8_setup.epoch.value > before
+    with pytest.raises(UnsupportedError, match="No module of this model was converted"):
+        conversion_of(build_gpt(DENSE))
+
+
+def test_what_the_doors_refuse(monkeypatch, recipe):
+    class Other(TransformerLayer):
+        pass
+
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    spec.module = Other
+    with pytest.raises(UnsupportedError, match="builds Other"):
+        megatron_lm.fp8_layer_spec(spec)(None)
+    with pytest.raises(UnsupportedError, match="transformer_impl='transformer_engine'"):
+        build_gpt(DENSE, transformer_layer_spec=_symbol(), transformer_impl="transformer_engine")
+    monkeypatch.setenv("FP8RL_RECIPE", '{"pins": {"layers": [9]}}')
+    with pytest.raises(PinError, match="9 matches nothing"):
+        _build(DENSE, _symbol())
+    monkeypatch.setenv("FP8RL_RECIPE", '{"exact": true}')
+    with pytest.raises(UnsupportedError, match=r"exact is served by convert\(model, recipe\)"):
+        _build(DENSE, _symbol())
+    monkeypatch.setenv("FP8RL_RECIPE", '{"pin": {}}')
+    with pytest.raises(RecipeError, match="unknown key"):
+        _build(DENSE, _symbol())
+    monkeypatch.setenv("FP8RL_RECIPE", '{"training": false}')
+    with pytest.raises(UnsupportedError, match="No module"):
+        conversion_of(_build(DENSE, _symbol()))
+
+
+def test_bridge_is_named_where_it_is_missing(monkeypatch):
+    from megatron_fp8rl.integrations import bridge
+
+    monkeypatch.setitem(sys.modules, "megatron.bridge", None)
+    with pytest.raises(UnsupportedError, match="Megatron-Bridge cannot be imported"):
+        bridge.pre_wrap_hook()([build_gpt(DENSE)])

@@ -1,0 +1,321 @@
+"""Attention over K and V as an FP8 or INT8 cache holds them, in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from fp8rl.errors import ScaleError, UnsupportedError
+from fp8rl.kv_scales import scale_name
+from fp8rl.numerics import fake_quantize_int8_kv
+from fp8rl.testing.numeric import relative_error
+from megatron_fp8rl.kv.cache import KVCacheInTraining, LayerCache, _QuantizeKV
+from megatron_fp8rl.kv.observers import QKVObserver
+from megatron_fp8rl.testing.models import build_gpt
+from support.attention import causal_attention, fake_quantized, int8_rounded
+
+LAYERS, HEADS, GROUPS, SIZE, LENGTH = 3, 4, 2, 64, 16
+CONFIG = Qwen3Config(
+    vocab_size=96,
+    hidden_size=128,
+    intermediate_size=128,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS,
+    num_key_value_heads=GROUPS,
+    head_dim=SIZE,
+    max_position_embeddings=64,
+)
+
+
+def run(model, seed: int = 0) -> torch.Tensor:
+    ids = torch.randint(0, 96, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+    return model(ids, torch.arange(LENGTH).expand(2, -1), None)
+
+
+def scales_of(model, factor: float = 1.0) -> dict[str, torch.Tensor]:
+    """Scales of the model's own activations; a factor below 1 clips."""
+    observer = QKVObserver(model)
+    with torch.no_grad():
+        run(model)
+    observer.close()
+    return {name: scale * factor for name, scale in observer.scales(1.0).items()}
+
+
+@pytest.fixture
+def model(mcore):
+    return build_gpt(CONFIG, dtype=torch.float32)
+
+
+class Spy:
+    """What each layer's attention was called with, before and after the hooks, and its output."""
+
+    def __init__(self, model: Any) -> None:
+        self.raw: dict[int, tuple] = {}
+        self.seen: dict[int, tuple] = {}
+        self.out: dict[int, torch.Tensor] = {}
+        for number, layer in enumerate(model.decoder.layers):
+            core = layer.self_attention.core_attention
+            core.register_forward_pre_hook(self._keep(self.raw, number), prepend=True)
+            core.register_forward_pre_hook(self._keep(self.seen, number))
+            core.register_forward_hook(self._output(number))
+
+    def _keep(self, table: dict[int, tuple], number: int) -> Any:
+        return lambda module, args: table.update({number: args[:3]})
+
+    def _output(self, number: int) -> Any:
+        return lambda module, args, out: self.out.update({number: out.detach()})
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)])
+def test_attention_equals_a_float64_attention_over_what_the_cache_holds(mcore, dtype, limit):
+    model = build_gpt(CONFIG, dtype=dtype)
+    scales = scales_of(model)
+    cache = KVCacheInTraining(model)
+    spy = Spy(model)
+    cache.set(scales)
+    run(model)
+    for number, (q, k, v) in spy.raw.items():
+        held = [
+            fake_quantized(x, float(scales[scale_name(number, role)]))
+            for x, role in ((k, "k"), (v, "v"))
+        ]
+        assert relative_error(spy.out[number], causal_attention(q, *held)) < limit
+        assert relative_error(spy.out[number], causal_attention(q, k, v)) > 0.01
+        for x, expected in zip(spy.seen[number][1:], held, strict=True):
+            assert torch.equal(x, expected.to(dtype))
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)])
+def test_attention_over_int8_rows_equals_float64_from_the_start(mcore, dtype, limit):
+    model = build_gpt(CONFIG, dtype=dtype)
+    plain = run(model)
+    cache = KVCacheInTraining(model, "int8_per_token_head")
+    spy = Spy(model)
+    assert cache.in_service and not torch.equal(run(model), plain)
+    for number, (q, k, v) in spy.raw.items():
+        held = [int8_rounded(x) for x in (k, v)]
+        assert relative_error(spy.out[number], causal_attention(q, *held)) < limit
+        assert relative_error(spy.out[number], causal_attention(q, k, v)) > 1e-3
+        for x, expected in zip(spy.seen[number][1:], held, strict=True):
+            assert relative_error(x, expected) < torch.finfo(dtype).eps
+    assert cache.metrics() == {}, "nothing is clipped"
+    with cache.switched_off():
+        assert torch.equal(run(model), plain)
+    cache.close()
+    assert torch.equal(run(model), plain)
+
+
+def test_an_int8_cache_takes_no_scales_and_a_cache_in_16_bits_is_none(model):
+    cache = KVCacheInTraining(model, "int8_per_token_head")
+    with pytest.raises(ScaleError, match=r"makes its own scales.*do not call it"):
+        cache.set(scales_of(model))
+    assert cache.in_service
+    cache.close()
+    with pytest.raises(UnsupportedError, match="dtype 'auto' holds K and V as they are"):
+        KVCacheInTraining(model, "auto")
+
+
+def test_before_scales_are_set_and_after_they_are_cleared_attention_is_upstreams(model):
+    plain = run(model)
+    scales = scales_of(model)
+    cache = KVCacheInTraining(model)
+    assert torch.equal(run(model), plain) and not cache.in_service
+    assert cache.metrics() == {}
+    cache.set(scales)
+    assert not torch.equal(run(model), plain)
+    cache.clear()
+    assert torch.equal(run(model), plain)
+    cache.set(scales)
+    cache.close()
+    assert torch.equal(run(model), plain)
+
+
+@pytest.mark.parametrize("observer_first", [True, False])
+def test_observers_see_the_values_before_quantization(model, observer_first):
+    scales = scales_of(model)
+    made = [QKVObserver, KVCacheInTraining] if observer_first else [KVCacheInTraining, QKVObserver]
+    both = {kind: kind(model) for kind in made}
+    cache, observer = both[KVCacheInTraining], both[QKVObserver]
+    spy = Spy(model)
+    cache.set({name: scale * 0.01 for name, scale in scales.items()})
+    run(model)
+    for number, tensors in spy.raw.items():
+        peaks = torch.stack([x.abs().max() for x in tensors])
+        assert torch.equal(observer.amax()[number], peaks)
+        for x, peak in zip(spy.seen[number][1:], peaks[1:], strict=True):
+            assert x.abs().max() < 0.02 * peak
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8_per_token_head"])
+def test_gradients_pass_straight_through_also_those_of_clipped_values(model, dtype):
+    cache = KVCacheInTraining(model, dtype)
+    if cache.has_scales:
+        cache.set(scales_of(model, 0.2))
+    core = model.decoder.layers[1].self_attention.core_attention
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(LENGTH, 2, heads, SIZE, generator=g).requires_grad_()
+        for heads in (HEADS, GROUPS, GROUPS)
+    )
+    weight = torch.randn(LENGTH, 2, HEADS * SIZE, generator=g)
+    (core(q, k, v, None) * weight).sum().backward()
+    if cache.has_scales:
+        pairs = zip((k, v), cache._scales[1], strict=True)
+        held = [fake_quantized(x, float(scale)).float() for x, scale in pairs]
+        assert (held[0].abs() < k.abs()).any()
+    else:
+        held = list(fake_quantize_int8_kv(k, v))
+    assert (held[0] != k).any()
+    cache.clear()
+    (core(q, *(x.requires_grad_() for x in held), None) * weight).sum().backward()
+    for x, other in zip((k, v), held, strict=True):
+        assert torch.equal(x.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ],
+)
+def test_recomputed_attention_sees_the_same_keys_and_values(mcore, recompute):
+    """The second forward must quantize too: without it the gradients would differ."""
+    found = []
+    for options in ({}, recompute):
+        model = build_gpt(CONFIG, dtype=torch.float32, **options)
+        scales = scales_of(model, 0.5)
+        cache = KVCacheInTraining(model)
+        cache.set(scales)
+        calls: list[int] = []
+        for layer in model.decoder.layers:
+            layer.self_attention.core_attention.register_forward_pre_hook(
+                lambda module, args: calls.append(1)  # noqa: B023
+            )
+        loss = run(model).square().mean()
+        loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        found.append((loss.detach(), grads, cache.metrics()))
+        assert len(calls) == (2 * LAYERS if options else LAYERS)
+    (loss, grads, shares), (other, others, other_shares) = found
+    assert torch.equal(loss, other)
+    assert all(torch.equal(grads[name], others[name]) for name in grads)
+    assert shares == other_shares and shares["k_clipped_share"] > 0
+
+
+def test_clipped_values_are_counted(model):
+    scales = scales_of(model, 0.25)
+    cache = KVCacheInTraining(model)
+    cache.set(scales)
+    spy = Spy(model)
+    expected = {"k": 0, "v": 0}
+    for seed in range(2):
+        run(model, seed)
+        for number, (_, k, v) in spy.raw.items():
+            for x, role in ((k, "k"), (v, "v")):
+                scaled = x.detach() / scales[scale_name(number, role)]
+                expected[role] += int((scaled.abs() > 448).sum())
+    total = 2 * LAYERS * LENGTH * 2 * GROUPS * SIZE
+    assert cache.metrics() == {f"{r}_clipped_share": n / total for r, n in expected.items()}
+    assert all(expected.values())
+    assert cache.metrics() == {}
+
+
+def test_packed_sequences_and_slices_of_them_are_the_same_values(model):
+    """Elementwise: so context parallelism may exchange K and V after the hook."""
+    cache = KVCacheInTraining(model)
+    cache.set(scales_of(model))
+    hook = _QuantizeKV(LayerCache(cache, cache._scales[0], cache._clipped[0]), 0)
+    packed = torch.randn(30, GROUPS, 4 * SIZE, generator=torch.Generator().manual_seed(0))
+    k, v = packed[..., 2 * SIZE : 3 * SIZE], packed[..., 3 * SIZE :]
+    q = torch.randn(30, HEADS, SIZE)
+    args = hook(None, (q, k, v, None, "mask"))
+    assert args[0] is q and args[3:] == (None, "mask")
+    for part in (slice(0, 13), slice(13, 30)):
+        _, k_part, v_part = hook(None, (q[part], k[part], v[part]))
+        assert torch.equal(k_part, args[1][part]) and torch.equal(v_part, args[2][part])
+
+
+def test_scales_are_checked_before_any_is_set(model):
+    scales = scales_of(model)
+    cache = KVCacheInTraining(model)
+    last = scale_name(LAYERS - 1, "v")
+    lacking = {name: scale for name, scale in scales.items() if name != last}
+    with pytest.raises(ScaleError, match=f"'{last}' is missing"):
+        cache.set(lacking)
+    with pytest.raises(ScaleError, match=f"'{last}' is 0"):
+        cache.set(lacking | {last: 0.0})
+    assert not cache.in_service and (cache._scales == 1).all()
+    cache.set({name: float(scale) for name, scale in scales.items()})
+    expected = [[float(scales[scale_name(n, role)]) for role in "kv"] for n in range(LAYERS)]
+    assert cache._scales.tolist() == expected
+
+
+def test_what_cannot_be_quantized_is_refused(model):
+    cache = KVCacheInTraining(model)
+    cache.set(scales_of(model))
+    with pytest.raises(UnsupportedError, match="called with 1 positional arguments"):
+        model.decoder.layers[0].self_attention.core_attention(torch.ones(1), key=None)
+    model.config.multi_latent_attention = True
+    with pytest.raises(UnsupportedError, match="multi-latent attention"):
+        KVCacheInTraining(model)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("enable_cuda_graph", True),
+        ("external_cuda_graph", True),
+        ("cuda_graph_impl", "local"),
+        ("cuda_graph_impl", "transformer_engine"),
+    ],
+)
+def test_a_model_in_cuda_graphs_is_refused(model, option, value):
+    """Whether scales are set is decided in Python, which a replayed graph does not run."""
+    setattr(model.config, option, value)
+    with pytest.raises(
+        UnsupportedError, match=rf"config\.{option}={value!r}.*in_training to false"
+    ):
+        KVCacheInTraining(model)
+    setattr(model.config, option, "none" if option == "cuda_graph_impl" else False)
+    KVCacheInTraining(model)
+
+
+def test_a_second_one_of_the_same_model_is_refused_until_the_first_is_closed(model):
+    first = KVCacheInTraining(model)
+    with pytest.raises(UnsupportedError, match=r"layer 0 already belongs to a .* close\(\) first"):
+        KVCacheInTraining([model])
+    first.close()
+    second = KVCacheInTraining(model)
+    spy = Spy(model)
+    second.set(scales_of(model))
+    run(model)
+    assert all(not torch.equal(spy.raw[n][1], spy.seen[n][1]) for n in range(LAYERS))
+
+
+def test_scales_may_have_the_names_of_vllms_parameters(model):
+    scales = scales_of(model)
+    other = {
+        name.replace("self_attn.k_", "self_attn.attn.k_").replace(
+            "self_attn.v_", "self_attn.attn.v_"
+        ): scale
+        for name, scale in scales.items()
+    }
+    assert len(set(other) - set(scales)) == 2 * LAYERS
+    cache = KVCacheInTraining(model)
+    cache.set(scales)
+    expected = cache._scales.clone()
+    cache.set(dict.fromkeys(scales, 1.0))
+    cache.set(other)
+    assert torch.equal(cache._scales, expected)
+    twice = "model.layers.1.self_attn.attn.v_scale"
+    with pytest.raises(ScaleError, match="are both the v scale of layer 1"):
+        cache.set(scales | {twice: 1.0})
+    assert torch.equal(cache._scales, expected)

@@ -1,0 +1,393 @@
+"""What ``exact`` refuses, and who puts its attention into service.
+
+Its bits: ``tests/vllm_fp8rl/test_exact.py``.
+"""
+
+from __future__ import annotations
+
+from abc import ABCMeta
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.enums import AttnMaskType
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from fp8rl import Recipe
+from fp8rl.errors import UnsupportedError
+from fp8rl.kernels import head
+from fp8rl.kernels.rotary_table import inverse_frequencies
+from fp8rl.kv_scales import scale_names
+from megatron_fp8rl import compat, convert
+from megatron_fp8rl.conversion import adopt, prepare
+from megatron_fp8rl.kv.cache import KVCacheInTraining
+from megatron_fp8rl.kv.observers import core_attentions
+from megatron_fp8rl.layers import exact
+from megatron_fp8rl.layers.exact import (
+    ExactCore,
+    ExactNorm,
+    ExactSelfAttention,
+    Rotation,
+    _frequencies,
+    _longest,
+    _starts_of,
+    exact_class,
+)
+from megatron_fp8rl.layers.linear import Call, Fp8Linear, fp8_linear
+from megatron_fp8rl.testing.models import build_gpt
+from support.attention import causal_attention
+
+EXACT = Recipe.from_dict({"exact": True})
+SIZE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+LLAMA = LlamaConfig(**SIZE)
+QWEN3 = Qwen3Config(**SIZE)
+MIXTURE = Qwen3MoeConfig(**SIZE, **EXPERTS, norm_topk_prob=True)
+FUSED = {"bias_activation_fusion": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (LLAMA, {}, r"SwiGLU .* layer 0 has another; set config\.bias_activation_fusion to true"),
+        (LLAMA, {"dtype": torch.float32}, "exact needs bfloat16 parameters, as the rollout has"),
+        (LLAMA, {"hidden_dropout": 0.1}, "exact needs hidden_dropout 0 in the trainer, not 0.1"),
+        (LLAMA, {"no_rope_freq": 2}, r"exact needs no_rope_freq None in the trainer, not \[0, 1\]"),
+        (LLAMA, {"softmax_scale": 0.5}, "exact needs softmax_scale None in the trainer, not 0.5"),
+        (LLAMA, {"log_max_attention_logit": True}, "exact needs log_max_attention_logit False"),
+        (LLAMA, {"fp32_residual_connection": True}, "exact needs fp32_residual_connection False"),
+        (
+            LlamaConfig(**SIZE | {"intermediate_size": 192}),
+            FUSED,
+            "projection of layer 0, not 192,",
+        ),
+        (Qwen2Config(**SIZE), {}, "exact needs add_qkv_bias False in the trainer, not True"),
+        (MIXTURE, FUSED, r"exact needs a Hopper GPU"),
+        (MIXTURE, {}, r"layer 0 has another; set config\.bias_activation_fusion to true"),
+        (Qwen3MoeConfig(**SIZE, **EXPERTS), {}, "needs moe_router_pre_softmax False in the trai"),
+        (MIXTURE, {"moe_z_loss_coeff": 0.1}, "needs moe_z_loss_coeff None in the trainer, not 0.1"),
+        (
+            MIXTURE,
+            {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3},
+            "needs a loss for load balancing False in the trainer, not True",
+        ),
+        (MIXTURE, {"expert_tensor_parallel_size": 2}, "needs expert_tensor_parallel_size 1 in"),
+        (
+            MIXTURE,
+            {"moe_shared_expert_intermediate_size": 128},
+            "needs moe_shared_expert_intermediate_size None in the trainer, not 128",
+        ),
+    ],
+)
+def test_what_would_not_be_exact_is_refused_before_anything_changes(
+    mcore, config, options, message
+):
+    model = build_gpt(config, **options)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(UnsupportedError, match=message):
+        convert(model, EXACT)
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_other_classes_positions_and_vocabularies_are_refused(mcore):
+    model = build_gpt(LLAMA, **FUSED)
+    mlp, attention = model.decoder.layers[0].mlp, model.decoder.layers[1].self_attention
+    mlp.__class__ = type("Mine", (type(mlp),), {})  # as TransformerEngine's fused operations are
+    with pytest.raises(UnsupportedError, match=r"exact needs a SwiGLU that .* layer 0 has another"):
+        convert(model, EXACT)
+    mlp.__class__ = type(model.decoder.layers[1].mlp)
+    attention.__class__ = type("Mine", (type(attention),), {})
+    with pytest.raises(UnsupportedError, match=r"SelfAttention in layer 1, not Mine"):
+        convert(model, EXACT)
+    output, model.output_layer = model.output_layer, torch.nn.Linear(128, 64, bias=False).bfloat16()
+    attention.__class__ = type(model.decoder.layers[0].self_attention)
+    with pytest.raises(UnsupportedError, match=r"ColumnParallelLinear at 'output_layer', not Lin"):
+        convert(model, EXACT)
+    model.output_layer = output
+    model.rotary_pos_emb.seq_len_interpolation_factor = 2.0
+    with pytest.raises(UnsupportedError, match=r"seq_len_interpolation_factor None .* not 2\.0"):
+        convert(model, EXACT)
+    for ranks, message in (
+        (2, "num_query_groups % tensor_model_parallel_size 0 in the trainer, not 1"),
+        (4, "exact serves tensor_model_parallel_size 1 or 2, not 4"),
+    ):
+        model.config.tensor_model_parallel_size = ranks
+        with pytest.raises(UnsupportedError, match=message):
+            convert(model, EXACT)
+    model.config.tensor_model_parallel_size = 1
+    model.config.should_pad_vocab = True  # a key of Megatron-Bridge's providers
+    with pytest.raises(UnsupportedError, match="should_pad_vocab False in the trainer, not True"):
+        convert(model, EXACT)
+
+
+def test_a_conversion_that_breaks_off_leaves_nothing(mcore):
+    """An interrupt after the linears have changed, and while the other modules do."""
+    model = build_gpt(LLAMA)
+    before = [type(module) for module in model.modules()]
+    attributes = [set(vars(module)) for module in model.modules()]
+    attention = model.decoder.layers[0].self_attention
+
+    def interrupted() -> Iterator[Any]:
+        norm = model.decoder.final_layernorm
+        yield norm, exact_class(ExactNorm, type(norm)), {}
+        rotation = Rotation(inverse_frequencies(1e4, 64))
+        yield attention, ExactSelfAttention, {"exact_rotation": rotation}
+        assert isinstance(attention.linear_qkv, Fp8Linear)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        adopt(prepare(model.config, Recipe()), [model], interrupted())
+    assert [type(module) for module in model.modules()] == before
+    assert [set(vars(module)) for module in model.modules()] == attributes
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_head_is_multiplied_in_blocks_and_differentiated_as_before(mcore, monkeypatch, frozen):
+    """By ``_HeadInBlocks`` alone: on a CPU the class takes float64."""
+    monkeypatch.setattr(head, "ROWS", 8)
+    torch.manual_seed(0)
+    layer = build_gpt(LLAMA).output_layer.requires_grad_(not frozen)
+    x = torch.randn(7, 3, 128).bfloat16()
+    results = []
+    for mode in (exact._HeadInBlocks(), nullcontext()):
+        given = x.clone().requires_grad_()
+        with mode:
+            y, _ = layer(given)
+        assert getattr(mode, "products", 1) == 1
+        y.float().pow(2).sum().backward()
+        results.append((y.detach(), given.grad, layer.weight.grad))
+        layer.weight.grad = None
+    (y, *_), (_, *upstreams) = results
+    blocks = head.multiply(x.flatten(0, 1), layer.weight.detach().t())
+    assert torch.equal(y.flatten(0, 1), blocks)
+    for found, expected in zip(results[0][1:], upstreams, strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None:
+            torch.testing.assert_close(found, expected)
+
+
+def test_a_norm_is_quantized_as_it_is_computed_with_the_bits_of_both(mcore):
+    """As in TransformerEngine's layers, whose norm is inside of the linear."""
+    model = build_gpt(LLAMA, **FUSED)
+    convert(model, EXACT)
+    layer = model.decoder.layers[0]
+    norm, linear = layer.input_layernorm, layer.self_attention.linear_qkv
+    x = torch.randn(5, 3, 128).bfloat16()
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2)
+        expected = linear(norm(x))[0]
+        call = Call(linear.fp8_state, fusion=False, training=False, norm=(norm.weight, norm.eps))
+        assert torch.equal(fp8_linear(x, linear.weight, None, call), expected)
+
+
+def exact_attention(model: Any, recipe: Recipe = EXACT) -> list[Any]:
+    """Change the classes of ``core_attention`` as ``convert`` does on a GPU."""
+    cores: list[Any] = [core for _, core in core_attentions([model])]
+    for core in cores:
+        core.__class__ = exact_class(ExactCore, type(core))
+        core.fp8_setup = SimpleNamespace(recipe=recipe)
+    return cores
+
+
+def test_the_cache_puts_exact_attention_into_service_and_takes_it_out(mcore):
+    """Before it has scales upstream's attention runs over K and V as they are."""
+    model = build_gpt(LLAMA, dtype=torch.float32)
+    tokens = torch.randint(0, 64, (1, 20))
+    positions = torch.arange(20)[None]
+    expected = model(tokens, positions, None)
+    before = [set(vars(core)) for _, core in core_attentions([model])]
+    cores = exact_attention(model)
+    with pytest.raises(UnsupportedError, match=r"make KVCacheInTraining\(model, recipe\.kv_cache"):
+        model(tokens, positions, None)
+    with pytest.raises(UnsupportedError, match=r"make KVCacheInTraining\(model, 'fp8_e4m3'\)"):
+        KVCacheInTraining(model, "int8_per_token_head")
+    cache = KVCacheInTraining(model)
+    assert not any(core.exact_cache.in_service for core in cores)
+    assert torch.equal(model(tokens, positions, None), expected)
+    with pytest.raises(UnsupportedError, match="already belongs to a KVCacheInTraining"):
+        KVCacheInTraining(model)
+    cache.set(dict.fromkeys(scale_names(2, ["k", "v"]), 2.0**-6))
+    for number, core in enumerate(cores):
+        assert core.exact_cache.in_service and not core._forward_pre_hooks
+        assert core.exact_cache.scales.data_ptr() == cache._scales[number].data_ptr()
+    with pytest.raises(UnsupportedError, match="attention_mask is not the causal one; give None"):
+        model(tokens, positions, torch.zeros(1, 1, 20, 20).bool())
+    cache.close()
+    assert all(isinstance(core, ExactCore) and core.exact_cache is None for core in cores)
+    cache = KVCacheInTraining(model)
+    for core in cores:  # as Conversion.close does
+        core.give_back()
+    cache.close()
+    assert [set(vars(core)) for core in cores] == before
+    assert torch.equal(model(tokens, positions, None), expected)
+
+
+def test_attention_over_16_bits_is_in_service_without_a_cache(mcore):
+    """Tokens behind the last packed sequence, whatever is there, get zeros and give none."""
+    model = build_gpt(LLAMA, dtype=torch.float32)
+    tokens, positions = torch.randint(0, 64, (2, 20)), torch.arange(20)[None]
+    expected = model(tokens, positions, None)
+    auto = Recipe.from_dict({"exact": True, "kv_cache": {"dtype": "auto"}})
+    core, _ = exact_attention(model, auto)
+    torch.testing.assert_close(model(tokens, positions, None), expected)
+    with pytest.raises(UnsupportedError, match="make no KVCacheInTraining"):
+        KVCacheInTraining(model, "auto")
+    starts = torch.tensor([0, 3, 5])
+    packed = SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_q_padded=None, max_seqlen_q=3)
+    query, key, value = torch.randn(9, 2, 64), torch.randn(9, 1, 64), torch.randn(9, 1, 64)
+    rows = [torch.cat((x[:5], x[5:] / 0)).requires_grad_() for x in (query, key, value)]
+    out = core(*rows, None, packed_seq_params=packed)
+    parts = [causal_attention(*(x[i:j, None] for x in rows))[:, 0] for i, j in ((0, 3), (3, 5))]
+    torch.testing.assert_close(out, torch.cat([*parts, torch.zeros(4, 128)]).float())
+    for grad in torch.autograd.grad(out.square().sum(), rows):
+        assert grad[:5].isfinite().all() and grad[:5].any() and not grad[5:].any()
+
+
+def test_causal_masks_are_served_and_no_others(mcore, monkeypatch):
+    """NeMo RL gives the causal one where it does not pack; Megatron squeezes what is packed."""
+    seen: list[Any] = []
+
+    def attend(query: Any, key: Any, value: Any, starts: Any, longest: int, layer: Any) -> Any:
+        seen.append((tuple(query.shape), starts.tolist(), longest))
+        return query
+
+    monkeypatch.setattr(exact, "_attend_on_cpu", attend)
+    core: Any = exact_attention(build_gpt(LLAMA))[0]
+    core.exact_cache = SimpleNamespace(in_service=True, count=lambda *_: None)
+    query, key = torch.randn(5, 2, 2, 64), torch.randn(5, 2, 1, 64)
+    mask = torch.ones(5, 5).triu(1).bool()
+    causal, padded = AttnMaskType.causal, AttnMaskType.padding_causal
+    for given in (None, mask[None, None], mask.expand(2, 1, 5, 5)):
+        out = core(query, key, key, given, attn_mask_type=causal, packed_seq_params=None)
+        assert torch.equal(out, query.flatten(2)) and seen.pop() == ((10, 2, 64), [0, 5, 10], 5)
+    starts = torch.tensor([0, 3, 5])
+    packed = SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_q_padded=None, max_seqlen_q=3)
+    for kind in (causal, padded):
+        rows = query[:, 0], key[:, 0], key[:, 0]
+        out = core(*rows, None, attn_mask_type=kind, packed_seq_params=packed)
+        assert torch.equal(out, query[:, 0].flatten(1)) and seen.pop()[1:] == ([0, 3, 5], 3)
+    with pytest.raises(UnsupportedError, match="is not the causal one"):  # of the whole row
+        core(*rows, mask[None, None], packed_seq_params=packed)
+    wrong = mask.clone()
+    wrong[4, 0] = True
+    for given in (wrong[None, None], ~mask, mask.float(), mask[:4, :4], mask[0].view(1, 1, 1, 5)):
+        with pytest.raises(UnsupportedError, match="is not the causal one"):
+            core(query, key, key, given)
+    for kind in (padded, AttnMaskType.no_mask, AttnMaskType.padding, AttnMaskType.arbitrary):
+        with pytest.raises(UnsupportedError, match=rf"attn_mask_type {kind} and no attention_bias"):
+            core(query, key, key, None, attn_mask_type=kind)
+    with pytest.raises(UnsupportedError, match="and an attention_bias"):
+        core(query, key, key, None, attention_bias=torch.zeros(1))
+    assert not seen
+
+
+class OtherRMSNorm(torch.nn.Module, metaclass=ABCMeta):
+    """In the place of TransformerEngine's, whose metaclass this is too."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+
+
+def test_norms_of_transformer_engine_change_their_class(mcore, monkeypatch):
+    model = build_gpt(QWEN3)
+    attention = model.decoder.layers[0].self_attention
+    for parent, name in ((model.decoder, "final_layernorm"), (attention, "q_layernorm")):
+        setattr(parent, name, OtherRMSNorm(getattr(parent, name)))
+    monkeypatch.setattr(exact, "_checked", lambda chunk, setup: None)
+    with pytest.raises(UnsupportedError, match=r"q_layernorm', not .*\.OtherRMSNorm; build"):
+        exact.plan([model], None)
+    monkeypatch.setattr(compat, "rms_norms", lambda: (torch.nn.RMSNorm, OtherRMSNorm))
+    changes = {module: ours for module, ours, _ in exact.plan([model], None)}
+    assert sum(issubclass(ours, ExactNorm) for ours in changes.values()) == 2 * 4 + 1
+    norm: Any = attention.q_layernorm
+    before = dict(norm.named_parameters())
+    norm.__class__ = changes[norm]
+    assert isinstance(norm, ExactNorm) and isinstance(norm, OtherRMSNorm)
+    monkeypatch.setattr(exact.SharedRMSNorm, "apply", lambda *given: given)
+    assert norm(1) == (1, before["weight"], norm.eps)
+    norm.give_back()
+    assert type(norm) is OtherRMSNorm and dict(norm.named_parameters()) == before
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_frequencies_of_llama_3_are_found_in_the_model(factor):
+    """GPTModel keeps no factor; float32 frequencies tell it."""
+    options: dict[str, Any] = {"rotary_percent": 1.0, "rotary_base": 500_000}
+    theirs = RotaryEmbedding(
+        128, **options, rope_scaling=True, rope_scaling_factor=factor, use_cpu_initialization=True
+    )
+    chunk = SimpleNamespace(
+        rotary_base=500_000,
+        rotary_scaling=True,
+        rotary_pos_emb=theirs,
+        config=SimpleNamespace(kv_channels=128),
+    )
+    ours = inverse_frequencies(500_000.0, 128, factor)
+    assert torch.equal(_frequencies(chunk), ours)
+    theirs.inv_freq[40] *= 1.0001
+    with pytest.raises(UnsupportedError, match=r"this model has other frequencies"):
+        _frequencies(chunk)
+    theirs.inv_freq = inverse_frequencies(500_000.0, 128).float()
+    chunk.rotary_scaling = False
+    assert torch.equal(_frequencies(chunk), inverse_frequencies(500_000.0, 128))
+    theirs.inv_freq = ours.float()
+    with pytest.raises(UnsupportedError, match=r"this model has other frequencies"):
+        _frequencies(chunk)
+
+
+def test_megatrons_own_inference_is_refused(mcore):
+    """Its tokens start at later positions than 0."""
+    model = build_gpt(LLAMA)
+    attention = model.decoder.layers[0].self_attention
+    attention.__class__ = ExactSelfAttention
+    with pytest.raises(UnsupportedError, match="exact does not serve Megatron's own inference"):
+        attention(torch.zeros(1, 1, 128), None, inference_context=object())
+
+
+def test_positions_count_within_each_packed_sequence():
+    """Padding belongs to the sequence before it; an empty sequence has no tokens."""
+    packed = SimpleNamespace(
+        cu_seqlens_q=torch.tensor([0, 3, 3, 5], dtype=torch.int32),
+        cu_seqlens_q_padded=torch.tensor([0, 4, 4, 8], dtype=torch.int32),
+        max_seqlen_q=3,
+    )
+    positions, _ = Rotation(inverse_frequencies(1e4, 64)).at(torch.zeros(8, 1, 2, 64), packed)
+    assert positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("padded", "most", "longest"), [(None, 3, 3), ([0, 4, 4, 8], 3, 4), (None, None, 3)]
+)
+def test_the_longest_packed_sequence_has_its_padding(padded, most, longest):
+    """Tokens beyond it would have no result."""
+    packed = SimpleNamespace(
+        cu_seqlens_q=torch.tensor([0, 3, 3, 5]),
+        cu_seqlens_q_padded=None if padded is None else torch.tensor(padded),
+        max_seqlen_q=most,
+    )
+    assert _longest(packed, _starts_of(packed)) == longest
+
+
+def test_an_exact_mlp_is_never_taken_apart(mcore):
+    model = build_gpt(LLAMA, **FUSED)
+    adopt(prepare(model.config, EXACT), [model])
+    mlp = model.decoder.layers[0].mlp
+    mlp.linear_fc1.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match="exact needs the fused SwiGLU, and hooks on"):
+        mlp(torch.zeros(4, 1, 128, dtype=torch.bfloat16))

@@ -1,0 +1,214 @@
+"""All experts of a module in one autograd function, against one function for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.gemm import BackendChoice, ReferenceBackend
+from fp8rl.numerics import dequantize_group, quantize_group
+from megatron_fp8rl.export.layout import RowLayout, gate_up_layout, plain_layout
+from megatron_fp8rl.layers.grouped import grouped_linear
+from megatron_fp8rl.layers.linear import Call, Fp8State, fp8_linear
+from megatron_fp8rl.layers.weight_codes import KeepingCodes
+from support.megatron import Recording, fp8_states
+
+OUT, IN = 96, 160
+INTERLEAVED = RowLayout(("a", "b"), (16, 32), groups=2)  # another order than HF's, blocks parted
+
+
+def _state(experts: int) -> Fp8State:
+    return fp8_states(experts, plain_layout("x", OUT))[0]
+
+
+def _weights(
+    experts: int, fusion: str, frozen: Sequence[int] = (), dtype: torch.dtype = torch.bfloat16
+) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    weights = [
+        torch.nn.Parameter(
+            torch.randn(OUT, IN, generator=generator).to(dtype), requires_grad=i not in frozen
+        )
+        for i in range(experts)
+    ]
+    buffer = torch.ones(experts, OUT, IN)
+    for i, weight in enumerate(weights):
+        if fusion == "ddp" or (fusion == "some" and i % 2):  # last expert first, as DDP has them
+            weight.main_grad = buffer[experts - 1 - i]
+            weight.grad_added_to_main_grad = False
+        elif fusion == "apex":
+            weight.main_grad = torch.ones(OUT, IN, dtype=dtype)
+    return weights
+
+
+def _each(
+    x: torch.Tensor,
+    splits: Sequence[int],
+    weights: Sequence[torch.nn.Parameter],
+    biases: Sequence[torch.Tensor] | None,
+    states: Sequence[Fp8State],
+    *,
+    fusion: bool,
+) -> torch.Tensor:
+    outputs = []
+    for i, run in enumerate(x.split(list(splits))):
+        training = torch.is_grad_enabled() and weights[i].requires_grad
+        call = Call(state=states[i], fusion=fusion, training=training)
+        outputs.append(fp8_linear(run, weights[i], None if biases is None else biases[i], call))
+    return torch.cat(outputs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 140), min_size=1, max_size=4),
+    st.sampled_from(["none", "ddp", "apex", "some"]),
+    st.sampled_from([(), (1,), (0, 1, 2, 3)]),
+    st.booleans(),
+    st.sampled_from([plain_layout("x", OUT), INTERLEAVED, gate_up_layout(OUT // 2, apart=True)]),
+    st.booleans(),
+)
+def test_results_are_those_of_each_expert_bit_for_bit(
+    splits, fusion, frozen, bias, layout, x_needs_grad
+):
+    generator = torch.Generator().manual_seed(sum(splits))
+    x = torch.randn(sum(splits), IN, generator=generator).bfloat16()
+    grad = torch.randn(sum(splits), OUT, generator=generator).bfloat16()
+
+    together, alone = fp8_states(len(splits), layout)
+
+    def run(function: Callable, state: Any) -> list[torch.Tensor | None]:
+        weights = _weights(len(splits), fusion, frozen)
+        biases = [torch.ones(OUT).bfloat16().mul(i).requires_grad_() for i in range(len(splits))]
+        leaf = x.clone().requires_grad_(x_needs_grad)
+        y = function(
+            leaf, splits, weights, biases if bias else None, state, fusion=fusion == "apex"
+        )
+        if y.requires_grad:
+            y.backward(grad)
+        results = [y.detach(), leaf.grad, *(b.grad for b in biases)]
+        for weight in weights:
+            added = getattr(weight, "grad_added_to_main_grad", None)
+            # What autograd holds beside main_grad is of any content.
+            own = weight.grad if added is None else torch.tensor(weight.grad is not None)
+            results += [own, getattr(weight, "main_grad", None), torch.tensor(bool(added))]
+        return results
+
+    for got, expected in zip(run(grouped_linear, together), run(_each, alone), strict=True):
+        assert (got is None) == (expected is None)
+        if got is not None:
+            assert got.dtype == expected.dtype and torch.equal(got, expected)
+
+
+def test_each_expert_has_groups_of_its_own_tokens():
+    """The naive way, groups of 128 tokens counted on through all experts, mixes the tokens of two
+    of them into one scale."""
+    splits, weights = (40, 130, 7), _weights(3, "none", dtype=torch.float32)
+    x, grad = torch.randn(177, IN), torch.randn(177, OUT)
+    grouped_linear(x, splits, weights, None, _state(3), fusion=False).backward(grad)
+
+    def operands(t: torch.Tensor) -> torch.Tensor:
+        return dequantize_group(*quantize_group(t.t())).double()
+
+    naive = [operands(t).split(splits, 1) for t in (grad, x)]
+    own = [[operands(run) for run in t.split(splits)] for t in (grad, x)]
+    for weight, *factors in zip(weights, *own, *naive, strict=True):
+        right, wrong = factors[0] @ factors[1].t(), factors[2] @ factors[3].t()
+        torch.testing.assert_close(weight.grad.double(), right, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(weight.grad.double(), wrong, rtol=1e-4, atol=1e-4)
+
+
+def test_splits_must_add_up():
+    state, weights = _state(2), _weights(2, "none")
+    for splits in ((3, 3), (5,)):
+        with pytest.raises(UnsupportedError, match=r"'experts\.x' got 5 tokens in"):
+            grouped_linear(torch.randn(5, IN), splits, weights, None, state, fusion=False)
+
+
+def test_experts_of_one_module_share_the_memory_of_what_autograd_wants():
+    weights = _weights(3, "ddp")
+    x = torch.randn(30, IN).bfloat16()
+    grouped_linear(x, (10, 0, 20), weights, None, _state(3), fusion=False).sum().backward()
+    assert len({w.grad.data_ptr() for w in weights}) == 1
+
+
+def test_fusion_needs_main_grads_before_anything_is_added():
+    weights = _weights(2, "apex")
+    del weights[1].main_grad
+    y = grouped_linear(torch.randn(9, IN).bfloat16(), (4, 5), weights, None, _state(2), fusion=True)
+    with pytest.raises(UnsupportedError, match=r"'experts\.1\.x' has gradient_accumulation_fusion"):
+        y.sum().backward()
+    assert torch.equal(weights[0].main_grad, torch.ones(OUT, IN).bfloat16())
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_change_of_one_expert_is_seen(keep):
+    state, weights = _state(2), _weights(2, "none")
+    x = torch.randn(9, IN).bfloat16()
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return grouped_linear(x, (4, 5), weights, None, state, fusion=False)
+
+    with KeepingCodes([state.codes._epoch]) if keep else nullcontext():
+        before = run()
+        assert torch.equal(run(), before)
+        codes = state.codes.rowwise(*weights).codes
+        assert codes.shape == (2, OUT, IN)
+        again = state.codes.rowwise(*weights).codes
+        assert (again.data_ptr() == codes.data_ptr()) == keep
+        with torch.no_grad():
+            weights[1].mul_(3)
+        after = run()
+        assert torch.equal(after[:4], before[:4]) and not torch.equal(after[4:], before[4:])
+        state.codes.drop()
+        assert torch.equal(run(), after)
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_an_overflow_stays_with_its_token_and_its_expert(value):
+    weights, splits = _weights(2, "none", dtype=torch.float32), (4, 5)
+    x, grad = torch.randn(9, IN), torch.randn(9, OUT)
+    x[2, 7] = float(value)  # an activation of the first expert
+    grad[6, 3] = float(value)  # a gradient of the second
+    x.requires_grad_()
+    y = grouped_linear(x, splits, weights, None, _state(2), fusion=False)
+    y.backward(grad)
+    assert y.isnan().all(1).nonzero().flatten().tolist() == [2]
+    assert y.isnan().any(1).sum() == 1
+    assert x.grad.isnan().all(1).nonzero().flatten().tolist() == [6]
+    assert x.grad.isnan().any(1).sum() == 1
+    assert weights[0].grad.isnan().all(0).nonzero().flatten().tolist() == [7]
+    assert weights[1].grad.isnan().all(1).nonzero().flatten().tolist() == [3]
+
+
+def test_a_backend_of_a_plugin_gets_all_experts_in_one_call():
+    own = Recording()
+    offered = {"recording": own, "reference": ReferenceBackend()}
+    state, _ = fp8_states(3, plain_layout("x", OUT), BackendChoice(offered, ["fp32"]))
+    weights = _weights(3, "ddp")
+    x = torch.randn(30, IN).bfloat16().requires_grad_()
+    grouped_linear(x, (10, 0, 20), weights, None, state, fusion=False).sum().backward()
+    # The reference itself goes on to the products of each expert.
+    grouped = [name for name in own.calls if name.startswith("grouped_")]
+    assert grouped == ["grouped_fprop", "grouped_dgrad", "grouped_wgrad"]
+
+
+def test_a_backend_that_returns_padded_rows_is_refused():
+    class Padded(ReferenceBackend):
+        name = "padded"
+
+        def grouped_fprop(self, x, w, dtype):
+            return torch.nn.functional.pad(super().grouped_fprop(x, w, dtype), (0, 0, 0, 98))
+
+    state, _ = fp8_states(2, plain_layout("x", OUT), BackendChoice({"padded": Padded()}, ["fp32"]))
+    with pytest.raises(UnsupportedError, match="'padded' returned 128 rows for the 30 tokens"):
+        grouped_linear(
+            torch.randn(30, IN).bfloat16(), (10, 20), _weights(2, "none"), None, state, fusion=False
+        )

@@ -1,0 +1,273 @@
+"""One FP8 linear layer: each product against float64 on the dequantized operands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.gemm import BackendChoice, ReferenceBackend
+from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
+from fp8rl.testing.numeric import relative_error
+from megatron_fp8rl.export.layout import RowLayout, plain_layout, qkv_layout
+from megatron_fp8rl.layers.linear import FP8_CLASSES, Fp8State
+from megatron_fp8rl.layers.weight_codes import WeightCodes, WeightEpoch
+from support.megatron import Recording
+
+pytestmark = pytest.mark.usefixtures("mcore")
+
+FLOAT32 = 1e-6  # relative error of float32 accumulation over a few hundred terms
+BFLOAT16 = 2**-8
+FORMATS = ("fp32", "pow2")
+
+
+def _build(
+    kind: str,
+    in_features: int,
+    layout: RowLayout,
+    *,
+    dtype: torch.dtype = torch.float32,
+    bias: bool = False,
+    fp8: bool = True,
+    scale_format: str = "fp32",
+    backends: dict | None = None,
+):
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        params_dtype=dtype,
+        use_cpu_initialization=True,
+    )
+    cls, extra = (
+        (ColumnParallelLinear, {})
+        if kind == "column"
+        else (RowParallelLinear, {"input_is_parallel": True, "skip_bias_add": False})
+    )
+    module = cls(
+        in_features,
+        layout.rows,
+        config=config,
+        init_method=torch.nn.init.xavier_normal_,
+        bias=bias,
+        **extra,
+    )
+    if fp8:
+        codes = WeightCodes(layout, scale_format, WeightEpoch())
+        choice = BackendChoice(backends or {"reference": ReferenceBackend()}, [scale_format])
+        module.fp8_state = Fp8State("model.layers.0.x", codes, choice, scale_format)
+        module.__class__ = FP8_CLASSES[cls]
+    return module
+
+
+def _groups(x: torch.Tensor, scale_format: str) -> torch.Tensor:
+    return dequantize_group(*quantize_group(x, scale_format=scale_format)).double()
+
+
+def _expected(module, x, grad, scale_format):
+    """(y, dx, dw) in float64 from operands quantized here."""
+    return [a @ b.t() for a, b in _operands(module, x, grad, scale_format)]
+
+
+def _operands(module, x, grad, scale_format):
+    """The two factors of each product, in float64, ``a @ b.t()``."""
+    layout: RowLayout = module.fp8_state.codes.layout
+    x, grad = x.detach().flatten(0, -2), grad.flatten(0, -2)
+    w_hf = dequantize_block(
+        *quantize_block(layout.to_hf(module.weight.detach()), scale_format=scale_format)
+    ).double()
+    return [
+        (_groups(x, scale_format), layout.from_hf(w_hf)),
+        (_groups(layout.to_hf(grad, -1), scale_format), w_hf.t()),
+        (_groups(grad.t(), scale_format), _groups(x.t(), scale_format)),
+    ]
+
+
+def _assert_close(got, module, x, grad, scale_format):
+    """Within float32 accumulation, measured against the sum of magnitudes: sums may cancel."""
+    for actual, (a, b) in zip(got, _operands(module, x, grad, scale_format), strict=True):
+        assert actual.shape == (len(a), len(b))
+        error = (actual.double() - a @ b.t()).norm()
+        assert error <= FLOAT32 * (a.abs() @ b.abs().t()).norm()
+
+
+def _run(module, x, grad):
+    x = x.detach().requires_grad_()
+    y, _ = module(x)
+    y.backward(grad)
+    return y.detach().flatten(0, -2), x.grad.flatten(0, -2), module.weight.grad
+
+
+@given(
+    tokens=st.tuples(st.integers(1, 90), st.integers(1, 3)),
+    in_features=st.integers(1, 300),
+    out_features=st.integers(1, 300),
+    kind=st.sampled_from(["column", "row"]),
+    scale_format=st.sampled_from(FORMATS),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=25, deadline=None)
+def test_every_direction_with_ragged_sizes(
+    tokens, in_features, out_features, kind, scale_format, seed
+):
+    torch.manual_seed(seed)
+    module = _build(kind, in_features, plain_layout("w", out_features), scale_format=scale_format)
+    x, grad = torch.randn(*tokens, in_features), torch.randn(*tokens, out_features)
+    _assert_close(_run(module, x, grad), module, x, grad, scale_format)
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("scale_format", FORMATS)
+def test_interleaved_rows(head_dim, scale_format):
+    layout = qkv_layout(4, 2, head_dim)
+    module = _build("column", 200, layout, scale_format=scale_format)
+    x, grad = torch.randn(37, 2, 200), torch.randn(37, 2, layout.rows)
+    _assert_close(_run(module, x, grad), module, x, grad, scale_format)
+
+
+def test_bfloat16_results_are_the_exact_ones_rounded():
+    module = _build("column", 256, plain_layout("w", 384), dtype=torch.bfloat16)
+    x = torch.randn(64, 2, 256, dtype=torch.bfloat16)
+    grad = torch.randn(64, 2, 384, dtype=torch.bfloat16)
+    for got, expected in zip(
+        _run(module, x, grad), _expected(module, x, grad, "fp32"), strict=True
+    ):
+        assert got.dtype == torch.bfloat16
+        assert relative_error(got, expected) < BFLOAT16
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_near_the_upstream_layer_with_bias_and_any_strides(kind):
+    layout = plain_layout("w", 256)
+    ours, theirs = (_build(kind, 192, layout, bias=True, fp8=fp8) for fp8 in (True, False))
+    theirs.load_state_dict(ours.state_dict())
+    with torch.no_grad():
+        for module in (ours, theirs):
+            module.bias.copy_(torch.linspace(-3, 3, 256))
+    x = torch.randn(192, 3, 50).permute(2, 1, 0)
+    grad = torch.randn(256, 50, 3).permute(1, 2, 0)
+    for got, expected in zip(_run(ours, x, grad), _run(theirs, x, grad), strict=True):
+        # E4M3 has 3 mantissa bits: 2.6% rms a value, and two of them in each product.
+        assert 1e-3 < relative_error(got, expected) < 0.06
+    torch.testing.assert_close(ours.bias.grad, theirs.bias.grad)
+
+
+def test_all_zero_operands_give_zeros():
+    module = _build("column", 256, plain_layout("w", 256))
+    with torch.no_grad():
+        module.weight[:128, :128] = 0
+    x = torch.randn(130, 1, 256)
+    x[:, :, 128:] = 0
+    y, dx, dw = _run(module, x, torch.zeros(130, 1, 256))
+    assert torch.equal(y[:, :128], torch.zeros(130, 128))
+    assert y[:, 128:].abs().min() > 0
+    assert torch.equal(dx, torch.zeros_like(dx))
+    assert torch.equal(dw, torch.zeros_like(dw))
+
+
+def test_no_tokens_at_all():
+    module = _build("column", 128, plain_layout("w", 64))
+    y, dx, dw = _run(module, torch.randn(0, 2, 128), torch.randn(0, 2, 64))
+    assert (tuple(y.shape), tuple(dx.shape)) == ((0, 64), (0, 128))
+    assert torch.equal(dw, torch.zeros(64, 128))
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_an_overflow_shows_in_its_token_and_in_the_gradient(value):
+    module = _build("column", 256, plain_layout("w", 64))
+    x = torch.randn(6, 1, 256)
+    x[2, 0, 5] = float(value)
+    y, _, dw = _run(module, x, torch.randn(6, 1, 64))
+    assert y.isnan().all(1).tolist() == [i == 2 for i in range(6)]
+    assert y.isfinite().all(1).tolist() == [i != 2 for i in range(6)]
+    assert dw.isnan().all(0).nonzero().flatten().tolist() == [5]
+
+
+def test_an_overflowing_gradient_shows_too():
+    module = _build("column", 32, plain_layout("w", 64))
+    grad = torch.randn(4, 1, 64)
+    grad[1, 0, 7] = float("inf")
+    _, dx, dw = _run(module, torch.randn(4, 1, 32), grad)
+    assert dx.isnan().all(1).tolist() == [False, True, False, False]
+    assert dw.isnan().all(1).nonzero().flatten().tolist() == [7]
+
+
+def test_only_the_gradients_asked_for_are_computed():
+    own = Recording()
+    module = _build("column", 64, plain_layout("w", 64), backends={"recording": own})
+    module(torch.randn(4, 1, 64))[0].sum().backward()
+    assert own.calls == ["fprop", "wgrad"]
+    own.calls.clear()
+    module.weight.requires_grad_(False)
+    module(torch.randn(4, 1, 64, requires_grad=True))[0].sum().backward()
+    assert own.calls == ["fprop", "dgrad"]
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+@pytest.mark.parametrize("zero_out", [True, False])
+def test_gradient_accumulation_fusion_contract(hooked, zero_out):
+    module = _build("column", 96, plain_layout("w", 160), dtype=torch.bfloat16)
+    x = torch.randn(40, 1, 96, dtype=torch.bfloat16)
+    grad = torch.randn(40, 1, 160, dtype=torch.bfloat16)
+    _, _, expected = _expected(module, x, grad, "fp32")
+    module.gradient_accumulation_fusion = True
+    module.weight.main_grad = torch.ones(160, 96)
+    if hooked:  # megatron's DistributedDataParallel sets it
+        module.weight.grad_added_to_main_grad = False
+        module.weight.zero_out_wgrad = zero_out
+    buffer = module.weight.main_grad
+    for passes in (1, 2):
+        _run(module, x, grad)
+        assert module.weight.main_grad is buffer
+        assert relative_error(buffer - 1, passes * expected) < FLOAT32 * 10
+    if not hooked:
+        assert module.weight.grad is None
+        return
+    assert module.weight.grad_added_to_main_grad
+    assert module.weight.grad.shape == module.weight.shape
+    if zero_out:
+        assert torch.equal(module.weight.grad, torch.zeros_like(module.weight))
+
+
+def test_fusion_without_a_main_grad_is_an_error():
+    module = _build("column", 32, plain_layout("w", 32))
+    module.gradient_accumulation_fusion = True
+    with pytest.raises(UnsupportedError, match=r"model\.layers\.0\.x.*main_grad"):
+        module(torch.randn(4, 1, 32))[0].sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["sequence_parallel", "allreduce_dgrad"])
+def test_the_communicating_paths_in_a_group_of_one(mode):
+    module = _build("column", 200, plain_layout("w", 96))
+    x, grad = torch.randn(12, 3, 200), torch.randn(12, 3, 96)
+    expected = _run(module, x, grad)
+    module.weight.grad = None
+    x = x.requires_grad_()
+    y = module._forward_impl(
+        x, module.weight, tp_group=torch.distributed.group.WORLD, **{mode: True}
+    )
+    y.backward(grad)
+    got = (y.detach().flatten(0, -2), x.grad.flatten(0, -2), module.weight.grad)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_options_that_are_not_served_are_refused():
+    module = _build("column", 32, plain_layout("w", 32))
+    x = torch.randn(2, 1, 32)
+    impl, weight = module._forward_impl, module.weight
+    assert impl(x, weight, gtp_remat_size=1, output_dtype=None).shape == (2, 1, 32)
+    with pytest.raises(UnsupportedError, match="output_dtype"):
+        impl(x, weight, output_dtype=torch.float32)
+    with pytest.raises(UnsupportedError, match="defer_embedding_wgrad_compute"):
+        impl(x, weight, grad_output_buffer=[])
+    with pytest.raises(UnsupportedError, match="not its own"):
+        impl(x, weight.detach().clone())
+    weight.__fsdp_param__ = True
+    with pytest.raises(UnsupportedError, match="FSDP"):
+        impl(x, weight)

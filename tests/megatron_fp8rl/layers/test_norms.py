@@ -1,0 +1,82 @@
+"""The norm inside a TransformerEngine layer, against float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp8rl.kernels import reference
+from megatron_fp8rl.layers.norms import normalize
+
+EPS = 1e-6
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_the_norm_in_bf16_is_float64_rounded_once(kind: str, centered: bool) -> None:
+    """Also where the zero-centered weight is far below the spacing of BF16 at 1."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias, upstream = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((512, 256), (256,), (256,), (512, 256))
+    )
+    weight = weight / 64 if centered else weight
+    module = SimpleNamespace(
+        layer_norm_weight=weight.clone().requires_grad_(),
+        layer_norm_bias=bias,
+        zero_centered_gamma=centered,
+        normalization=kind,
+        eps=EPS,
+    )
+    inside = x.clone().requires_grad_()
+    found = normalize(module, inside)
+    found.backward(upstream)
+    assert found.dtype == torch.bfloat16
+
+    exact, gamma = x.double().requires_grad_(), weight.double().requires_grad_()
+    mean = 0 if kind == "RMSNorm" else exact.mean(-1, keepdim=True)
+    offset = exact - mean
+    normalized = offset * torch.rsqrt(offset.square().mean(-1, keepdim=True) + EPS)
+    expected = normalized * (gamma + centered) + (0 if kind == "RMSNorm" else bias.double())
+    expected.backward(upstream.double())
+    # Half a spacing of BF16, and what float32 adds near a tie.
+    off = (found.double() - expected).abs() / expected.abs().clamp(min=1e-3)
+    assert off.max() < 2**-8
+    limit = 4e-3 if centered else 0.05  # torch's backward on a CPU adds up in BF16
+    for ours, theirs in ((inside.grad, exact.grad), (module.layer_norm_weight.grad, gamma.grad)):
+        assert (ours.double() - theirs).norm() < limit * theirs.norm()
+
+
+def test_an_exact_norm_is_the_shared_kernels_and_has_its_gradients(monkeypatch) -> None:
+    """A stand-in that is off by a factor shows its call."""
+    weight = torch.rand(64).requires_grad_()
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        return 2 * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
+
+    monkeypatch.setattr(reference, "rms_norm", rms_norm)
+    module = SimpleNamespace(layer_norm_weight=weight, eps=EPS)
+    found, upstream = normalize(module, x, exact=True), torch.randn(8, 64)
+    expected = rms_norm(x, weight, EPS)
+    assert torch.equal(found, expected)
+    ours = torch.autograd.grad(found, (x, weight), upstream)
+    theirs = torch.autograd.grad(expected / 2, (x, weight), upstream)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_small_step_of_a_zero_centered_weight_changes_the_output() -> None:
+    module = SimpleNamespace(
+        layer_norm_weight=torch.full((256,), 2.0**-9, dtype=torch.bfloat16),
+        zero_centered_gamma=True,
+        normalization="RMSNorm",
+        eps=EPS,
+    )
+    x = torch.randn(4096, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    stepped = normalize(module, x)
+    module.layer_norm_weight = torch.zeros_like(module.layer_norm_weight)
+    share = (stepped != normalize(module, x)).float().mean()
+    assert 0.2 < share < 0.8

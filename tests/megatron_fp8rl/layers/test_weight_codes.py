@@ -1,0 +1,167 @@
+"""Weight codes are made once and never go stale."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+
+from fp8rl.numerics import dequantize_block, quantize_block
+from megatron_fp8rl.export.layout import plain_layout, qkv_layout
+from megatron_fp8rl.layers.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
+
+
+@pytest.fixture
+def epoch():
+    found = WeightEpoch()
+    with KeepingCodes([found]):
+        yield found
+
+
+def _weight(rows: int = 130, columns: int = 70) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(rows, columns, dtype=torch.bfloat16))
+
+
+def _codes(epoch: WeightEpoch, rows: int = 130) -> WeightCodes:
+    return WeightCodes(plain_layout("o_proj", rows), "fp32", epoch)
+
+
+def _same(codes, weight) -> bool:
+    expected = quantize_block(weight.detach())
+    return torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+
+
+def test_made_once_while_the_weight_stays(epoch):
+    weight, codes = _weight(), _codes(epoch)
+    first = codes.rowwise(weight)
+    assert codes.rowwise(weight) is first
+    assert _same(first, weight)
+    codes.drop()
+    again = codes.rowwise(weight)
+    assert again is not first
+    assert torch.equal(again.scale_inv, first.scale_inv)
+
+
+@pytest.mark.parametrize("how", ["copy_", "load_state_dict", "new storage", "optimizer"])
+def test_every_noticed_way_to_change_a_weight(epoch, how):
+    module = torch.nn.Linear(70, 130, bias=False, dtype=torch.bfloat16)
+    codes = _codes(epoch)
+    before = codes.rowwise(module.weight)
+    new = torch.randn_like(module.weight)
+    if how == "copy_":
+        with torch.no_grad():
+            module.weight.copy_(new)
+    elif how == "load_state_dict":
+        module.load_state_dict({"weight": new})
+    elif how == "new storage":
+        module.weight.data = new
+    else:
+        module.weight.grad = new
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+    after = codes.rowwise(module.weight)
+    assert after is not before
+    assert _same(after, module.weight)
+    assert not _same(before, module.weight)
+
+
+def test_a_look_from_outside_leaves_nothing(epoch):
+    weight, codes = _weight(), _codes(epoch)
+    assert _same(codes.fresh(weight), weight)
+    weight.data.zero_()  # what a late gather does: the next use must see it
+    assert not codes.rowwise(weight).codes.float().any()
+
+
+def test_a_step_hook_that_runs_before_the_write_only_marks(epoch):
+    """megatron copies masters to the model after torch's hook has run."""
+    weight, master = _weight(), torch.zeros(130, 70, requires_grad=True)
+    codes = _codes(epoch)
+    codes.rowwise(weight)
+    master.grad = torch.randn(130, 70)
+    torch.optim.SGD([master], lr=1.0).step()
+    weight.data.copy_(master.detach())
+    assert _same(codes.rowwise(weight), weight)
+
+
+def test_nothing_is_kept_once_a_cuda_graph_has_captured_a_step(monkeypatch, caplog):
+    """Its replays run no hook. A mock says that a graph is captured: this is no GPU."""
+    epoch, weight = WeightEpoch(), _weight()
+    codes = _codes(epoch)
+    with KeepingCodes([epoch]):
+        codes.rowwise(weight)
+        weight.grad = torch.ones_like(weight)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            torch.optim.SGD([weight], lr=1.0).step()
+        assert "optimizer_cuda_graph" in caplog.text
+        assert not epoch.keep
+        assert _same(codes.rowwise(weight), weight)
+    with KeepingCodes([epoch]):
+        assert not epoch.keep
+        assert _same(codes.rowwise(weight), weight)
+        weight.data.neg_()  # as a replay does
+
+
+def test_rows_are_quantized_in_hf_order(epoch):
+    layout = qkv_layout(4, 2, 96)
+    weight = torch.randn(layout.rows, 140)
+    got = WeightCodes(layout, "pow2", epoch).rowwise(weight)
+    expected = quantize_block(layout.to_hf(weight), scale_format="pow2")
+    assert torch.equal(dequantize_block(*got), dequantize_block(*expected))
+
+
+def test_the_optimizer_hook_goes_with_its_owner():
+    from torch.optim import optimizer
+
+    def hooks() -> int:
+        return len(optimizer._global_optimizer_post_hooks)
+
+    gc.collect()  # models of earlier tests, whose hooks go when they do
+    before = hooks()
+    epoch = WeightEpoch()
+    assert hooks() == before + 1
+    del epoch
+    gc.collect()
+    assert hooks() == before
+
+
+def test_a_broken_weight_is_not_hidden(epoch):
+    weight = _weight()
+    with torch.no_grad():
+        weight[3, 5], weight[129, 69] = float("inf"), float("nan")
+    values = dequantize_block(*_codes(epoch).rowwise(weight))
+    assert values.isnan().nonzero().tolist() == [[3, 5], [129, 69]]
+
+
+def test_codes_that_are_not_kept_are_made_from_the_weight_as_it_is():
+    weight = _weight()
+    codes = _codes(WeightEpoch())
+    first = codes.rowwise(weight, training=True)
+    assert codes.rowwise(weight) is not first
+    weight.data.copy_(torch.randn_like(weight))  # leaves no trace on the tensor
+    assert _same(codes.rowwise(weight), weight)
+    turned = codes.columnwise(weight)
+    assert torch.equal(
+        turned.codes.t().contiguous().view(torch.uint8),
+        codes.rowwise(weight).codes.view(torch.uint8),
+    )
+
+
+def test_both_sides_are_kept_together(epoch):
+    weight, codes = _weight(), _codes(epoch)
+    rowwise, columnwise = codes.rowwise(weight, training=True), codes.columnwise(weight)
+    assert codes.rowwise(weight) is rowwise and codes.columnwise(weight) is columnwise
+    epoch.turn()
+    assert codes.columnwise(weight) is not columnwise
+
+
+def test_a_copy_made_while_codes_are_kept_keeps_none(epoch):
+    weight, codes = _weight(), _codes(epoch)
+    first = codes.rowwise(weight)
+    assert codes.rowwise(weight) is first
+    twin = copy.deepcopy(codes)
+    twin.rowwise(weight)
+    weight.data.zero_()
+    assert not twin.rowwise(weight).codes.float().any()
