@@ -239,21 +239,6 @@ def test_a_failure_is_a_warning_and_leaves_no_kernel(
     assert not list(Path(job.cache).glob("tmp/*"))
 
 
-def test_no_process_is_a_warning(
-    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refused(*args: object, **kwargs: object) -> None:
-        raise OSError("Cannot allocate memory")
-
-    monkeypatch.setattr(subprocess, "Popen", refused)
-    warmup = KernelWarmup(1024, lambda: job)
-    with caplog.at_level(logging.WARNING, "vllm.fp8rl"):
-        warmup.add(256, 512)
-        warmup.add(512, 256)
-    assert warmup.join(0)
-    assert len(caplog.records) == 1 and "cannot be started (Cannot allocate" in caplog.text
-
-
 def test_no_job_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("vllm").propagate = True
     monkeypatch.setattr(envs, "VLLM_DEEP_GEMM_WARMUP", "relax", raising=False)
@@ -314,10 +299,3 @@ def test_the_compiler_is_found_as_deep_gemm_finds_it(tmp_path: Path) -> None:
     assert find_nvcc(home) == tmp_path / "cuda/bin/nvcc"
     assert find_nvcc(named) == tmp_path / "named"
     assert find_nvcc(home | {"CUDA_HOME": str(tmp_path)}) is None
-
-
-@pytest.mark.parametrize(
-    ("cores", "compilers"), [(1, 1), (4, 4), (8, 8), (12, 8), (16, 8), (64, 32)]
-)
-def test_many_cores_are_shared_with_torch_compile(cores: int, compilers: int) -> None:
-    assert program.compilers_at_once(cores) == compilers

@@ -20,7 +20,6 @@ pytest.importorskip("vllm")
 from support.engine import SCALES, VOCAB, Engine, load_tensors
 from vllm_fp8rl.calibration import calibrate_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
-from vllm_fp8rl.refit.client import Workers
 from vllm_fp8rl.refit.worker import STEPS, read_answer
 
 PROMPTS = [[(31 * i + 7 * j) % (VOCAB - 5) + 5 for j in range(20 + 9 * i)] for i in range(3)]
@@ -146,18 +145,3 @@ def test_a_refit_refused_beside_the_session_of_another_leaves_the_gate_open(
         drop_requests(engine.llm)
     engine.llm.reset_prefix_cache()
     assert served(engine) is not None
-
-
-def test_a_refit_refused_for_requests_in_flight_does_nothing(
-    engine: Engine, weights: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    live = engine.llm.llm_engine
-    own = live.add_request
-    monkeypatch.setattr(live, "add_request", own)  # as of somebody who counts requests
-    monkeypatch.setattr(live, "has_unfinished_requests", lambda: True)
-    monkeypatch.setattr(Workers, "call", lambda workers, step, *args: calls.append(step))
-    with pytest.raises(RefitError, match="has requests in flight"):
-        refit(engine.llm, weights["b"].items(), expect_kv_scales=True)
-    assert calls == []
-    assert vars(live)["add_request"] is own

@@ -47,20 +47,6 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     return load
 
 
-def test_trl_colocate(engine, checkpoints, tokens):
-    """trl/generation/vllm_generation.py, ``sync_weights`` without PEFT or FSDP."""
-    from transformers import AutoModelForCausalLM
-
-    policy = AutoModelForCausalLM.from_pretrained(checkpoints["b"], dtype=torch.float32)
-    llm = engine.llm
-    for name, param in policy.named_parameters():
-        llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(
-            [(name, param.data)]
-        )
-    llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens["b"]
-
-
 def test_trl_server(engine, checkpoints, tokens):
     """trl/scripts/vllm_serve.py, ``update_named_param``: into memory that it then frees."""
 
@@ -102,13 +88,6 @@ def test_verl_buckets(engine, checkpoints, tokens, example):
     flush()
     engine.llm.reset_prefix_cache()
     assert engine.greedy(PROMPTS) == tokens["b"]
-
-
-def test_extension_has_both_sets_of_methods(example):
-    extension = example("vllm_extension").Extension
-    assert has_refit_methods("vllm_extension.Extension")
-    assert not has_refit_methods("vllm_extension.BucketExtension")
-    assert callable(extension.update_weights_from_bucket)
 
 
 def test_plain_functions_serve_where_the_slot_is_taken(other_engine, checkpoints, tokens, example):
