@@ -19,10 +19,8 @@ from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import convert
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.sites import weights_of
-from megatron_fp8rl.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.models import build_gpt
 from nemo_rl_ext.workers.kept_codes import KeptCodes
-from support.fused_swiglu import compare_with_separate
 from support.megatron import Trainer, losses
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -119,17 +117,6 @@ def test_gradients_are_near_those_of_bf16(kind):
         assert relative_error(grad.float(), expected[name].float()) < limit, name
 
 
-def test_multi_token_prediction():
-    gpt = _gpt(mtp_num_layers=1)
-    bf16 = _loss(gpt)
-    conversion = _convert(gpt)
-    assert "mtp.layers.0.mlp.down_proj" in conversion.modules
-    loss = _loss(gpt)
-    assert float(loss) == pytest.approx(float(bf16), rel=0.02)
-    loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in gpt.parameters())
-
-
 @pytest.mark.parametrize("keep", [False, True], ids=["default", "kept"])
 def test_buffers_offloaded_by_megatron_and_changed_meanwhile(keep):
     """DDP's own offload gives parameters their address and version back; old codes would fit."""
@@ -210,14 +197,3 @@ def test_observers_do_not_synchronise():
     table = observer.amax()
     assert torch.equal(table[0], table[1])
     assert table[0, 0] == q.abs().max()
-
-
-@pytest.mark.parametrize("tokens", [512, 333])
-def test_a_fused_mlp_gives_what_separate_operations_give(tokens, monkeypatch):
-    gpt = _gpt(bias_activation_fusion=True)
-    _convert(gpt)
-    mlp = gpt.decoder.layers[0].mlp
-    weights = [mlp.linear_fc1.weight, mlp.linear_fc2.weight]
-    x, grad = torch.randn(2, tokens, 1, 512, device="cuda", dtype=torch.bfloat16)
-    assert isinstance(mlp, Fp8SwigluMLP)
-    compare_with_separate(mlp, x, grad, weights, monkeypatch)

@@ -18,7 +18,6 @@ from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import Quantized, quantize_block
 from fp8rl.recipe import Pins
 from megatron_fp8rl import Conversion, conversion_of, convert, table, weight_codes_hf
-from megatron_fp8rl import conversion as conversion_module
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.linear import Fp8ColumnParallelLinear, Fp8Module, Fp8RowParallelLinear
 from megatron_fp8rl.sites import sites
@@ -356,27 +355,6 @@ def test_chunks_that_handles_share():
             conversion_of(first).close()
 
 
-@pytest.mark.parametrize("calls", [0, 1, 5])
-def test_an_interrupt_leaves_a_model_that_can_be_converted(calls, monkeypatch):
-    gpt, ids = _gpt(), tokens(batch=4)
-    bf16 = losses(gpt, ids)
-    looked_up = conversion_module.fp8_classes
-    left = [8 + calls]  # each module is looked up when it is checked and when it is swapped
-
-    def interrupted() -> dict[type, Any]:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return looked_up()
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(conversion_module, "fp8_classes", interrupted)
-        convert_alone(gpt)
-    assert not any(isinstance(m, Fp8Module) for m in gpt.modules())
-    assert torch.equal(losses(gpt, ids), bf16)
-    assert len(convert_alone(gpt).modules) == 8
-
-
 # ---- codes
 
 
@@ -519,19 +497,6 @@ def test_codes_that_a_handle_of_a_part_has_left_are_not_used_again():
     linear.weight.data.mul_(-1)
     with part.keeping_codes():
         assert torch.equal(linear(x)[0], -before)
-
-
-def test_one_context_in_another_goes_on_with_its_codes(quantized):
-    gpt, ids = _gpt(), tokens(batch=4)
-    conversion = convert_alone(gpt)
-    with conversion.keeping_codes():
-        losses(gpt, ids)
-        with conversion.keeping_codes():
-            losses(gpt, ids)
-        losses(gpt, ids)
-        assert len(quantized) == 8
-    losses(gpt, ids)
-    assert len(quantized) == 16
 
 
 def test_a_conversion_may_end_while_codes_are_kept():

@@ -160,25 +160,6 @@ def test_an_engine_finds_what_two_processes_have_made_together(job: Job) -> None
     assert len(compiled(job)) == 6
 
 
-@one_layout
-def test_a_process_that_waits_for_its_engine_keeps_nobody_from_compiling(job: Job) -> None:
-    command = [sys.executable, "-m", "vllm_fp8rl.deep_gemm_warmup.program"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as loading:
-        assert loading.stdin is not None and loading.stdout is not None
-        loading.stdin.write(f"{json.dumps(asdict(job))}\n{json.dumps(LINEAR[0])}\n")
-        loading.stdin.flush()
-        deadline = time.monotonic() + 60
-        while not job.is_compiled(LINEAR[0]):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert run_program(job, LINEAR) == {"compiled": 3, "error": None}
-        loading.stdin.write(f"{json.dumps(LINEAR[1])}\n")
-        loading.stdin.close()
-        assert json.loads(loading.stdout.read()) == {"compiled": 3, "error": None}
-
-
 def test_a_compiler_that_hangs_is_ended_with_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

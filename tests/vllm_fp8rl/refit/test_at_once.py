@@ -19,7 +19,8 @@ from fp8rl.errors import Fp8RLError, RefitError
 pytest.importorskip("vllm")
 from support.engine import SCALES, VOCAB, Engine, load_tensors
 from vllm_fp8rl.calibration import calibrate_kv_scales
-from vllm_fp8rl.refit import RefitSession, drop_requests, refit
+from vllm_fp8rl.refit import drop_requests, refit
+from vllm_fp8rl.refit.client import Workers
 from vllm_fp8rl.refit.worker import STEPS, read_answer
 
 PROMPTS = [[(31 * i + 7 * j) % (VOCAB - 5) + 5 for j in range(20 + 9 * i)] for i in range(3)]
@@ -132,16 +133,16 @@ def test_nobody_aborts_the_session_of_another(engine: Engine, weights: dict) -> 
         call("begin", True, None)
 
 
-def test_a_refit_refused_beside_the_session_of_another_leaves_the_gate_open(
-    engine: Engine, weights: dict
+def test_a_refit_refused_for_requests_in_flight_does_nothing(
+    engine: Engine, weights: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with RefitSession(engine.model, expect_kv_scales=True, name="first") as first:
-        first.load(list(weights["b"].items()))
-        with pytest.raises(RefitError, match=r"A refit was refused.*already under way"):
-            refit(engine.llm, weights["a"].items(), expect_kv_scales=True)
-        assert "add_request" not in vars(engine.llm.llm_engine)
-        with pytest.raises(RefitError, match="a refit is under way"):  # the workers' guards refuse
-            engine.greedy(PROMPTS)
-        drop_requests(engine.llm)
-    engine.llm.reset_prefix_cache()
-    assert served(engine) is not None
+    calls: list[str] = []
+    live = engine.llm.llm_engine
+    own = live.add_request
+    monkeypatch.setattr(live, "add_request", own)  # as of somebody who counts requests
+    monkeypatch.setattr(live, "has_unfinished_requests", lambda: True)
+    monkeypatch.setattr(Workers, "call", lambda workers, step, *args: calls.append(step))
+    with pytest.raises(RefitError, match="has requests in flight"):
+        refit(engine.llm, weights["b"].items(), expect_kv_scales=True)
+    assert calls == []
+    assert vars(live)["add_request"] is own

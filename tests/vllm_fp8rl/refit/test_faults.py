@@ -14,6 +14,7 @@ import torch
 from fp8rl.errors import RefitError
 from support.engine import PROMPTS, SCALES, Engine, same_state
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
+from vllm_fp8rl.refit.transport import Sender, place
 from vllm_fp8rl.refit.worker import STEPS, read_answer
 from vllm_fp8rl.storage import block_grid as grid_module
 
@@ -75,6 +76,17 @@ def test_out_of_memory_in_the_checks_leaves_the_old_weights(engine, b, monkeypat
             refit(engine.llm, b.items(), expect_kv_scales=True)
     assert same_state(before, engine.state())
     assert engine.greedy(PROMPTS) == tokens
+
+
+def test_out_of_memory_at_staging_names_the_remedy(monkeypatch):
+    """A sender stages GPU tensors for workers in other processes, before it sends any."""
+
+    def failing(*shape, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("vllm_fp8rl.refit.transport.torch.empty", failing)
+    with pytest.raises(RefitError, match=r"on cpu for a staging buffer of 256 MiB, .*smaller"):
+        Sender([place()], 256 << 20)._make_staging(torch.device("cpu"))
 
 
 def test_a_session_that_was_aborted_ends_no_other(engine, a, b):

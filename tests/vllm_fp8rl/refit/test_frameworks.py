@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import re
 import shlex
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 
 from fp8rl import Recipe
-from fp8rl.errors import RecipeError, RefitError, UnsupportedError
+from fp8rl.errors import RecipeError, UnsupportedError
 from support.engine import PROMPTS, SCALES, load_tensors
 from support.processes import environment
 from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.quantization import config
-from vllm_fp8rl.refit import refit, refit_from_files
+from vllm_fp8rl.refit import refit_from_files
 from vllm_fp8rl.refit.worker import has_refit_methods
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -111,20 +109,6 @@ def test_a_model_folder_that_asks_for_fp8(other_engine, checkpoints, tmp_path, e
     assert asked.model.model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
     assert asked.model.model.layers[1].mlp.down_proj.weight.dtype == torch.float32
     assert asked.greedy(PROMPTS) == other_engine(checkpoints["b"], recipe).greedy(PROMPTS)
-
-
-def test_overrides_of_the_model_config_ask_too(other_engine, checkpoints):
-    recipe = Recipe.from_dict({"pins": {"last": 1}, "kv_cache": {"dtype": "auto"}})
-    asks = {"quant_method": "fp8rl", "recipe": recipe.to_dict()}
-    asked = other_engine(
-        checkpoints["b"],
-        recipe,
-        quantization=None,
-        additional_config={},
-        hf_overrides={"quantization_config": asks},
-    )
-    assert asked.llm.llm_engine.vllm_config.additional_config["fp8rl"] == recipe.to_dict()
-    assert asked.model.model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
 
 
 def test_transformers_ignores_the_request(checkpoints, tmp_path, example):
@@ -234,23 +218,3 @@ def test_push_to_an_engine_with_processes_of_its_own(
     recipe = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
     (wanted,) = other_engine(checkpoints["b"], recipe).greedy([[5, 6, 7]], tokens=5)
     assert pushed == wanted
-
-
-def test_push_that_ends_too_early(engine, checkpoints, example):
-    push = example("vllm_push")
-    trainer, receiver = multiprocessing.Pipe()
-
-    def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from list(load_tensors(checkpoints["b"]).items())[:3]
-        trainer.close()  # as when its process dies
-
-    def send() -> None:
-        with pytest.raises(OSError, match="closed"):
-            push.push(trainer, stream())
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    with pytest.raises(EOFError):
-        refit(engine.llm, push.pull(receiver), expect_kv_scales=False, batch_bytes=1)
-    sender.join()
-    engine.refuses(RefitError, "half-updated")

@@ -43,18 +43,6 @@ def test_a_model_without_fp8rl_has_none() -> None:
         state_of(torch.nn.Linear(2, 2))
 
 
-def test_a_step_that_never_ran_leaves_no_prefix(engine: Engine, guard: RefitGuard) -> None:
-    prompt = [[(13 * i) % 400 + 7 for i in range(200)]]  # more than a block
-    guard.close("a refit is under way")
-    with pytest.raises(RefitError):
-        engine.greedy(prompt)
-    drop_requests(engine.llm)
-    guard.open()
-    tokens = engine.greedy(prompt)
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(prompt) == tokens
-
-
 def test_codes_without_scales(engine: Engine, guard: RefitGuard, a: dict) -> None:
     tokens = engine.greedy(PROMPTS)
     codes, scale_inv = quantize_block(a[DOWN])
@@ -135,23 +123,6 @@ def test_level_2_refuses_until_every_parameter_came(
     engine.llm.reset_prefix_cache()
     assert engine.greedy(PROMPTS) == tokens
     assert kv_scale_state(engine.model) == scales
-
-
-def test_level_1_keeps_what_came_after_level_2_without_a_step_between(
-    engine: Engine, guard: RefitGuard, a: dict
-) -> None:
-    tokens = engine.greedy(PROMPTS)
-    guard.sleep(TAGS, dict(discardable(engine.model)))
-    guard.wake(None)
-    engine.model.load_weights(item for item in a.items() if item[0] != DOWN)
-    guard.sleep(TAGS, {})
-    guard.wake(None)
-    engine.refuses(RefitError, rf"discarded '{DOWN}' and no refit")
-    engine.model.load_weights([(DOWN, a[DOWN])])
-    guard.sleep(TAGS, {})
-    guard.wake(None)
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens
 
 
 @pytest.mark.parametrize(("columns", "width"), [(128, 128), (200, 256)])

@@ -109,16 +109,6 @@ def test_any_batch_gives_what_the_walk_gives(engine, a, b, inventory, data):
     assert results[0][1] == results[1][1]
 
 
-def test_one_tensor_under_several_names_is_not_confused(engine, a, inventory):
-    """Layers that share tensors, as in benchmarks."""
-    shared = {n: a[n.replace("layers.1.", "layers.0.")] for n in a}
-    engine.model.load_weights(list(shared.items()))
-    routed = state(engine)
-    walked(engine, a.items())
-    walked(engine, shared.items())
-    assert same_state(routed, state(engine))
-
-
 def test_replaced_storage_is_written_where_it_is_now(engine, a, b, inventory):
     layer = engine.model.model.layers[0].mlp.down_proj
     old = layer.weight.data
