@@ -12,14 +12,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from fp8rl import Recipe
+from fp8rl.errors import RefitError
 from support.gpu_engine import QUICK, make_checkpoints, refit_tensors, start_engine
 from vllm_fp8rl.kv_scales import kv_scale_state
-from vllm_fp8rl.refit import refit
+from vllm_fp8rl.refit import drop_requests, refit
 
 STARTED = time.perf_counter()
+FINAL_NORM = "model.norm.weight"
 
 
 class Case:
@@ -64,6 +67,28 @@ def level_1_in_the_order_of_nemo_rl(case: Case) -> None:
         case.expect(name)
 
 
+def level_2_refuses_until_every_parameter_came(case: Case) -> None:
+    case.llm.sleep(level=2)
+    with pytest.raises(RefitError, match="weights sleep; wake them first"):
+        case.refit("a")
+    case.llm.wake_up()
+    with pytest.raises(RefitError, match=r"level-2 sleep discarded '.*'.*refit"):
+        case.engine.greedy()
+    drop_requests(case.llm)
+    weights = {n: t for n, t in case.tensors["b"].items() if not n.endswith("_scale")}
+    norm = weights.pop(FINAL_NORM)
+    case.engine.model.load_weights(weights.items())
+    with pytest.raises(RefitError, match=rf"discarded '{FINAL_NORM}'.*\(1 such"):
+        case.engine.greedy()
+    drop_requests(case.llm)
+    kept = kv_scale_state(case.engine.model)  # those of ``a``: the host keeps them
+    case.engine.model.load_weights([(FINAL_NORM, norm)])
+    case.engine.greedy()
+    case.refit("b")
+    assert kv_scale_state(case.engine.model) != kept
+    case.expect("b")
+
+
 def level_2_with_plain_loads_in_either_order(case: Case) -> None:
     for tags in (["weights"], None):
         case.llm.sleep(level=2)
@@ -94,6 +119,7 @@ def memory_does_not_grow(case: Case) -> None:
 CASES: list[Callable[[Case], None]] = [
     level_1_without_a_refit,
     level_1_in_the_order_of_nemo_rl,
+    level_2_refuses_until_every_parameter_came,
     level_2_with_plain_loads_in_either_order,
     memory_does_not_grow,
 ]

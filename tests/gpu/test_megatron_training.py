@@ -1,4 +1,4 @@
-"""Megatron-Core in FP8 on one GPU, local layers: training, experts, offload, observers."""
+"""Megatron-Core in FP8 on one GPU, local layers: training, offload, kept codes, observers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FP8 experts on a GPU: codes, vLLM's kernels against float64, a captured Qwen3-MoE and its refits.
+"""FP8 experts on a GPU: vLLM's kernels against float64, a captured Qwen3-MoE and its refits.
 
 Experts are 600 wide, so that their stacks are padded (to 640), and DeepGEMM takes them from 128
 tokens on. See ``test_vllm_engine`` for how an engine in BF16 is compared with transformers.

@@ -1,4 +1,4 @@
-"""Refits on a GPU: routes against vLLM's walk, reused buffers, streams, no memory left."""
+"""Refits on a GPU: reused buffers, streams, no memory left."""
 
 from __future__ import annotations
 
