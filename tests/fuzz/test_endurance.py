@@ -1,4 +1,4 @@
-"""Many refits of an engine leave nothing behind; a sender or engine that is killed is noticed."""
+"""Many refits of an engine leave nothing behind; an engine that is killed is noticed."""
 
 from __future__ import annotations
 
@@ -6,27 +6,20 @@ import ctypes
 import gc
 import os
 import random
-import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from multiprocessing import Pipe
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from safetensors.torch import load, save
 
 from fp8rl.errors import Fp8RLError
 from support.engine import make_checkpoint
-from support.models import MODELS, Live, differing
+from support.models import MODELS, Live
 from support.processes import run_script
 from support.wire import make_wire
 from vllm_fp8rl.calibration import calibrate_kv_scales
-from vllm_fp8rl.refit import drop_requests, refit
+from vllm_fp8rl.refit import refit
 
 LONG = "FUZZ_EXAMPLES" in os.environ
 WARM, REFITS = (60, 400) if LONG else (30, 40)
@@ -76,64 +69,6 @@ def test_refits_leave_nothing_behind(live: Callable[[str], Live], counts: Counte
     assert after["bytes"] - before["bytes"] < ALLOWED
     assert after["files"] <= before["files"]
     assert after["threads"] <= before["threads"]
-
-
-def pulled(connection: Any, process: int, last: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a sender's process sends, until it is killed before tensor number ``last``."""
-    number = 0
-    while message := connection.recv_bytes():
-        if number == last:
-            os.kill(process, signal.SIGKILL)
-        number += 1
-        yield from load(message).items()
-
-
-def send_from_another_process(messages: list[bytes]) -> tuple[Any, int]:
-    """Our end of a pipe, and the process at the other, which writes these messages and ends."""
-    ours, theirs = Pipe(duplex=False)
-    process = os.fork()
-    if process == 0:
-        try:
-            ours.close()
-            for message in messages:
-                theirs.send_bytes(message)
-        finally:
-            os._exit(0)
-    theirs.close()
-    return ours, process
-
-
-def test_senders_that_are_killed(
-    live: Callable[[str], Live], budget: Callable[[int], settings], counts: Counter[str]
-) -> None:
-    started, model = live("qwen3"), MODELS["qwen3"]
-    llm = started.engine.llm
-    old, new = (make_wire(model, s, False, True, calm=True) for s in (1, 2))
-    held = model.held(old.sent())
-    # Far more than a pipe holds, so that the sender is alive when it is killed.
-    messages = [save({name: t.contiguous(), "_": torch.zeros(1 << 16)}) for name, t in new.stream]
-
-    @settings(parent=budget(8))
-    @given(last=st.integers(0, len(messages) - 2), batch_bytes=st.sampled_from((1, 1 << 16)))
-    def check(last: int, batch_bytes: int) -> None:
-        refit(llm, iter(old.stream), expect_kv_scales=True)
-        connection, process = send_from_another_process(messages)
-        tensors = (item for item in pulled(connection, process, last) if item[0] != "_")
-        try:
-            with pytest.raises((EOFError, OSError)):
-                refit(llm, tensors, expect_kv_scales=True, batch_bytes=batch_bytes)
-        finally:
-            connection.close()
-            os.waitpid(process, 0)
-        counts["senders killed"] += 1
-        if started.serves() is not None:
-            assert differing(started.weights(), held) == []
-            assert started.scales() == old.kv_scales
-        refit(llm, iter(old.stream), expect_kv_scales=True)
-        assert started.serves() is not None
-
-    check()
-    drop_requests(llm)
 
 
 @pytest.mark.skipif(not KILLS, reason="each takes the start of an engine: make fuzz")

@@ -67,14 +67,6 @@ def level_1_in_the_order_of_nemo_rl(case: Case) -> None:
         case.expect(name)
 
 
-def level_1_refit_after_all_is_awake(case: Case) -> None:
-    case.llm.sleep(level=1)
-    case.llm.wake_up(tags=["weights"])
-    case.llm.wake_up(tags=["kv_cache"])
-    case.refit("b")
-    case.expect("b")
-
-
 def level_2_refuses_until_every_parameter_came(case: Case) -> None:
     case.llm.sleep(level=2)
     with pytest.raises(RefitError, match="weights sleep; wake them first"):
@@ -127,7 +119,6 @@ def memory_does_not_grow(case: Case) -> None:
 CASES: list[Callable[[Case], None]] = [
     level_1_without_a_refit,
     level_1_in_the_order_of_nemo_rl,
-    level_1_refit_after_all_is_awake,
     level_2_refuses_until_every_parameter_came,
     level_2_with_plain_loads_in_either_order,
     memory_does_not_grow,

@@ -27,8 +27,6 @@ from support.gpu_engine import (
     refit_tensors,
     start_engine,
 )
-from support.in_flight import PROMPTS as LONGER
-from support.in_flight import begin, in_flight
 from support.mixed_batch import BATCHES, Batch, load_flash
 from vllm_fp8rl.refit import drop_requests, refit
 
@@ -82,12 +80,6 @@ def test_heads_and_their_sizes(flash, heads: tuple[int, int], size: int) -> None
 def test_scales_that_are_no_powers_of_two_round_once_more(flash) -> None:
     batch = Batch(BATCHES["decodes and prompts"], scales=(0.0131, 0.0217))
     assert batch.errors(batch.attend(flash)).max() < 0.005
-
-
-@needs_a_gpu
-def test_queries_in_e4m3_are_further_off(flash) -> None:
-    batch = Batch(BATCHES["decodes and prompts"])
-    assert batch.errors(batch.attend(flash, splits=False)).min() > 0.01
 
 
 @needs_a_gpu
@@ -174,56 +166,3 @@ def scored(engine: GpuEngine, rollout: Rollout) -> torch.Tensor:
             for place, token in enumerate(tokens, len(prompt))
         ]
     )
-
-
-def logprobs_at_the_end(engine: GpuEngine) -> dict[int, list[float]]:
-    """Logprobs of all tokens of each request."""
-    said: dict[int, list[float]] = {}
-    while engine.llm.llm_engine.has_unfinished_requests():
-        for each in engine.llm.llm_engine.step():
-            tokens = each.outputs[0].logprobs
-            said[int(each.request_id)] = [next(iter(at.values())).logprob for at in tokens]
-    return said
-
-
-def first_tokens(engine: GpuEngine, prompts: list[list[int]]) -> torch.Tensor:
-    begin(engine, prompts, 1)
-    said = logprobs_at_the_end(engine)
-    return torch.tensor([said[number] for number in range(len(prompts))])
-
-
-@pytest.fixture
-def alone(engine: GpuEngine) -> torch.Tensor:
-    """Logprobs of each prompt's first token, where the prompt is a batch of its own."""
-    found = []
-    for prompt in LONGER:
-        engine.llm.reset_prefix_cache()
-        found.append(first_tokens(engine, [prompt]))
-    return torch.cat(found)
-
-
-def test_chunks_of_prompts_give_what_whole_ones_do(engine: GpuEngine, alone: torch.Tensor) -> None:
-    found, before = distances(engine, lambda: first_tokens(engine, LONGER), alone)
-    assert found < 0.5 * before, (found, before)
-
-
-def test_cached_prefixes_give_what_whole_prompts_do(engine: GpuEngine, alone: torch.Tensor) -> None:
-    def twice() -> torch.Tensor:
-        first_tokens(engine, LONGER)
-        return first_tokens(engine, LONGER)
-
-    found, before = distances(engine, twice, alone)
-    assert found < 0.5 * before, (found, before)
-
-
-def test_requests_that_decode_do_not_notice_prompts_beside_them(engine: GpuEngine) -> None:
-    def logprobs(newcomers: list[list[int]]) -> torch.Tensor:
-        in_flight(engine)
-        begin(engine, newcomers, 1, first=100)
-        said = logprobs_at_the_end(engine)
-        return torch.tensor([said[number] for number in range(len(LONGER))])
-
-    undisturbed = logprobs([])
-    newcomers = [prompt[::-1] for prompt in LONGER]
-    found, before = distances(engine, lambda: logprobs(newcomers), undisturbed)
-    assert found < 0.5 * before, (found, before)

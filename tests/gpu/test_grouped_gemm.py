@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from fp8rl.gemm import BackendChoice, GroupedShape, builtin_backends
+from fp8rl.gemm import GroupedShape, builtin_backends
 from fp8rl.numerics import (
     ExpertRows,
     GroupedRows,
@@ -110,53 +108,3 @@ def test_a_nan_shows_in_its_row_alone(name):
     y = GROUPED[name].grouped_fprop(rows, w, torch.bfloat16)
     assert y.isnan().all(1).nonzero().flatten().tolist() == [117]
     assert y.isnan().any(1).sum() == 1
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_a_module_of_experts_is_that_of_each_expert(together):
-    """Against the product of each expert alone, gradients added to a buffer like megatron's."""
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    from fp8rl import PluginManager
-    from megatron_fp8rl.export.layout import plain_layout
-    from megatron_fp8rl.layers.grouped import grouped_linear
-    from megatron_fp8rl.layers.linear import Call, fp8_linear
-    from support.megatron import fp8_states
-
-    torch.manual_seed(0)
-    splits, shape = (70, 0, 513, 128, 0), (OUT, IN)
-    backends = BackendChoice(PluginManager(discover=False).gemm_backends(), ["fp32"])
-    state, states = fp8_states(len(splits), plain_layout("x", shape[0]), backends)
-    source = torch.randn(len(splits), *shape, device=DEVICE).bfloat16()
-    x = torch.randn(sum(splits), shape[1], device=DEVICE).bfloat16()
-    grad = torch.randn(sum(splits), shape[0], device=DEVICE).bfloat16()
-
-    def run(experts: Callable) -> list[torch.Tensor]:
-        weights = [torch.nn.Parameter(w.clone()) for w in source]
-        memory = _together if together else _apart
-        totals = memory([torch.ones(shape, device=DEVICE) for _ in weights])
-        for weight, total in zip(weights, reversed(totals), strict=True):
-            weight.main_grad, weight.grad_added_to_main_grad = total, False
-        leaf = x.clone().requires_grad_()
-        y = experts(leaf, weights)
-        y.backward(grad)
-        assert all(w.grad_added_to_main_grad and w.grad is not None for w in weights)
-        return [y, leaf.grad, *(w.main_grad - 1 for w in weights)]
-
-    def each(leaf: torch.Tensor, weights: list) -> torch.Tensor:
-        calls = [Call(state, fusion=True, training=True) for state in states]
-        runs = zip(leaf.split(splits), weights, calls, strict=True)
-        return torch.cat([fp8_linear(part, w, None, call) for part, w, call in runs])
-
-    def at_once(leaf: torch.Tensor, weights: list) -> torch.Tensor:
-        return grouped_linear(leaf, splits, weights, None, state, fusion=True)
-
-    alone = run(each)
-    run(at_once)  # compiles kernels
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        grouped = run(at_once)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-    for got, expected in zip(grouped, alone, strict=True):
-        _near(got.double(), expected.double(), 2 * BFLOAT16)

@@ -17,26 +17,22 @@ from support.triton_device import DEVICE, INTERPRETED
 
 pytest.importorskip("vllm")
 
-from vllm import SamplingParams
 
 from fp8rl import Recipe
-from fp8rl.errors import RefitError
 from fp8rl.numerics.triton import kv_cache
 from support.gpu_engine import (
     QUICK,
     GpuEngine,
     expected_logprobs,
     make_checkpoints,
-    refit_tensors,
     start_engine,
 )
-from support.in_flight import PROMPTS as LONGER
 from support.mixed_batch import BATCHES, CLOSE, Int8Batch, load_int8
 from vllm_fp8rl.attention.decode import paged_decode
 from vllm_fp8rl.attention.pages.dequantize import dequantize_pages
 from vllm_fp8rl.attention.pages.int8_layout import Int8Pages, int8_pages
 from vllm_fp8rl.attention.pages.int8_write import write_int8
-from vllm_fp8rl.refit import drop_requests, refit
+from vllm_fp8rl.refit import drop_requests
 
 BF16 = Recipe.from_dict({"rollout": False, "kv_cache": {"dtype": "auto"}})
 RECIPE = Recipe.from_dict({"rollout": False, "kv_cache": {"dtype": "int8_per_token_head"}})
@@ -114,12 +110,6 @@ def test_pages_that_nothing_was_written_to_give_numbers() -> None:
         cache = raw.unflatten(1, (2, PAGE, KV_HEADS, SIZE + 4))
         out = decode(torch.ones(1, 4, SIZE), int8_pages(cache, KV_HEADS, SIZE), [33], splits=4)
         assert out.isfinite().all()
-
-
-def test_rows_of_zeros() -> None:
-    pages = int8_pages(empty(), KV_HEADS, SIZE)
-    write_int8(*torch.zeros_like(rows(1)), pages, torch.tensor([5], device=DEVICE))
-    assert (pages.keys[0, 5] == 128).all() and (pages.value_scales[0, 5] > 0).all()
 
 
 def decode(query: torch.Tensor, pages: Int8Pages, lengths: list[int], splits: int) -> torch.Tensor:
@@ -300,34 +290,3 @@ def test_logprobs_are_near_those_of_transformers(
     """On an H100 0.008 nats over BF16 and 0.013 over INT8: random weights are nearly uniform."""
     found = distance(engine, checkpoint)
     assert found < 2 * distance_over_bf16, (found, distance_over_bf16)
-
-
-def test_a_refit_sends_no_scales(engine: GpuEngine, checkpoint: Path) -> None:
-    before = engine.greedy()
-    tensors = refit_tensors(checkpoint, RECIPE)
-    assert not any(name.endswith("_scale") for name in tensors)
-    refit(engine.llm, tensors.items(), expect_kv_scales=False)
-    assert engine.greedy() == before
-    with pytest.raises(RefitError, match="no FP8 KV cache"):
-        refit(engine.llm, tensors.items(), expect_kv_scales=True)
-
-
-def test_cached_prefixes_and_chunks_give_what_whole_prompts_do(engine: GpuEngine) -> None:
-    def first(prompts: list[list[int]]) -> torch.Tensor:
-        outputs = engine.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, detokenize=False),
-            use_tqdm=False,
-        )
-        return torch.tensor(
-            [next(iter(o.outputs[0].logprobs[0].values())).logprob for o in outputs]
-        )
-
-    alone = []
-    for prompt in LONGER:
-        engine.llm.reset_prefix_cache()
-        alone.append(first([prompt]))
-    engine.llm.reset_prefix_cache()
-    together, again = first(LONGER), first(LONGER)
-    for found in (together, again):
-        torch.testing.assert_close(found, torch.cat(alone), rtol=0, atol=0.03)

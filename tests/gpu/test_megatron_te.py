@@ -44,7 +44,6 @@ from megatron_fp8rl.kv.observers import QKVObserver
 from megatron_fp8rl.layers import te_classes
 from megatron_fp8rl.layers.norms import normalize
 from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
-from megatron_fp8rl.router_replay import ReplayedRoutes
 from megatron_fp8rl.testing.launch import launch
 from support.attention import causal_attention, fake_quantized
 from support.fused_swiglu import compare_with_separate
@@ -289,31 +288,6 @@ def _swap_alone(layer: Any, kind: str) -> None:
     _swap(site, setup)
 
 
-@pytest.mark.parametrize("experts", [None, 4], ids=["dense", "experts"])
-def test_checkpoints_load_both_ways(experts):
-    plain, ours = _gpt(experts), _gpt(experts)
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.mul_(1.25)
-    _convert(ours)
-    ours.load_state_dict(plain.state_dict())
-    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
-        assert torch.equal(a, b)
-    plain.load_state_dict(ours.state_dict())
-    assert torch.isfinite(_loss(plain)) and torch.isfinite(_loss(ours))
-
-
-def test_codes_are_those_of_the_exported_weights():
-    gpt = _gpt()
-    conversion = _convert(gpt)
-    exported = dict(export_hf(gpt))
-    for module in conversion.modules.values():
-        for name, codes in weight_codes_hf(module).items():
-            expected = quantize_block(exported[f"{name}.weight"])
-            assert torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-            assert torch.equal(codes.scale_inv, expected.scale_inv)
-
-
 def test_multi_latent_attention():
     """Classes, gradients, HF names and codes; norms of latents are inside the up projections."""
     gpt = _gpt(**LATENT)
@@ -433,59 +407,3 @@ def test_experts_without_grouped_kernels_are_refused_with_the_remedy():
     ):
         convert(gpt, Recipe(), plugins=PluginManager(), gemm_backend="triton")
     assert [type(module) for module in gpt.modules()] == classes
-
-
-def test_grouped_experts_get_the_tokens_of_replayed_routes():
-    """Own routes change no bit; foreign ones give each expert the tokens that they say."""
-    experts, topk = 4, 2
-    RouterReplay.clear_global_router_replay_instances()
-    gpt = _gpt(experts, moe_enable_routing_replay=True)
-    _convert(gpt)
-    RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
-    own = _loss(gpt)
-    recorded = RouterReplay.get_recorded_data()
-    RouterReplay.set_replay_data(recorded)
-    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    counter = ReplayedRoutes(gpt)
-    assert torch.equal(_loss(gpt), own)
-    assert counter.metrics()["replay_changed_expert_share"] == 0.0
-    foreign = [(chosen + 1) % experts for chosen in recorded]
-    RouterReplay.set_replay_data(foreign)
-    splits: list[Any] = []
-    handles = [
-        layer.mlp.experts.linear_fc1.register_forward_pre_hook(
-            lambda module, args: splits.append(args[1])
-        )
-        for layer in gpt.decoder.layers
-    ]
-    loss = _loss(gpt)
-    for handle in handles:
-        handle.remove()
-    for chosen, given in zip(foreign, splits, strict=True):
-        assert [int(n) for n in given] == [int((chosen == e).sum()) for e in range(experts)]
-        assert sum(map(int, given)) == BATCH * LENGTH * topk
-    assert loss != own
-    loss.backward()
-    assert all(p.grad.isfinite().all() for p in gpt.parameters() if p.grad is not None)
-    RouterReplay.clear_global_router_replay_action()
-    RouterReplay.clear_global_router_replay_instances()
-
-
-def test_a_loss_falls_as_with_transformer_engine():
-    def run(fp8: bool) -> list[float]:
-        gpt = _gpt(4)
-        if fp8:
-            _convert(gpt)
-        optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3)
-        losses = []
-        for _ in range(10):
-            loss = _loss(gpt)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss))
-        return losses
-
-    bf16, fp8 = run(False), run(True)
-    assert fp8[-1] < 0.7 * fp8[0]
-    assert max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) < 0.25

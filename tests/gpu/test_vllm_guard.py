@@ -13,9 +13,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("vllm")
 
 from fp8rl import Recipe
-from fp8rl.errors import RefitError, ScaleError, UnsupportedError
+from fp8rl.errors import RefitError, ScaleError
 from fp8rl.numerics import quantize_block
-from fp8rl.recipe import KVCache
 from support.gpu_engine import (
     PROMPTS,
     QUICK,
@@ -28,7 +27,6 @@ from support.gpu_engine import (
 )
 from support.wrong_tensors import slope
 from vllm_fp8rl.calibration import calibrate_kv_scales
-from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.kv.scales import kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
 from vllm_fp8rl.testing.hf_reference import gap, observed_kv_scales
@@ -120,23 +118,3 @@ def test_captured_graphs_see_new_scales(engine: GpuEngine, checkpoints: dict[str
     set_kv_scales(engine.model, fine)
     engine.llm.reset_prefix_cache()
     assert engine.greedy() == tokens
-
-
-def test_a_mixture_is_refused_without_an_fp8_cache_too(checkpoints: dict[str, Path]) -> None:
-    engine = start_engine(checkpoints["a"], Recipe(kv_cache=KVCache(dtype="auto")), **QUICK)
-    tokens = engine.greedy()
-    state_of(engine.model).guard.close("The weights are half-updated: a test says so")
-    with pytest.raises(RefitError, match="half-updated"):
-        engine.greedy()
-    drop_requests(engine.llm)
-    state_of(engine.model).guard.open()
-    assert engine.greedy() == tokens
-    engine.llm.llm_engine.engine_core.shutdown()
-
-
-def test_a_backend_that_bakes_scales_into_full_graphs_is_refused(
-    checkpoints: dict[str, Path],
-) -> None:
-    pytest.importorskip("flashinfer")
-    with pytest.raises(UnsupportedError, match=r"'FLASHINFER'.*constants.*FLASH_ATTN"):
-        start_engine(checkpoints["a"], Recipe(), attention_backend="FLASHINFER")

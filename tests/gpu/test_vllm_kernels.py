@@ -97,11 +97,6 @@ def test_the_fastest_that_fits_is_chosen(delegated):
     assert chosen(512, torch.float16) == "cutlass"
 
 
-def test_ragged_input_features_are_refused(delegated):
-    with pytest.raises(UnsupportedError, match="multiples of 128"):
-        delegated.delegate(GemmShape(0, 512, 200), Recipe(), torch.bfloat16)
-
-
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("parameters", [{}, {"partial_rotary_factor": 0.5}])
 def test_rotation_in_float32(engine_config, parameters, neox):

@@ -6,9 +6,7 @@ See ``test_vllm_engine`` for how an engine in BF16 is compared with transformers
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,6 @@ pytest.importorskip("vllm")
 from vllm.model_executor.layers.attention import MLAAttention
 
 from fp8rl import Recipe
-from fp8rl.errors import UnsupportedError
-from fp8rl.numerics import dequantize_block
-from fp8rl.recipe import KVCache
 from support.gpu_engine import (
     PROMPTS,
     GpuEngine,
@@ -49,7 +44,6 @@ SHAPE: dict[str, Any] = {
     "moe_intermediate_size": 640,
     "initializer_range": 0.04,
 }
-BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -117,33 +111,6 @@ def test_logprobs_equal_transformers_after_each_refit_and_tokens_come_back(case:
     before = parts()
     check_through_refits(case.engine, case.give, case.expected)
     assert parts() == before
-
-
-def test_parts_of_kv_b_proj_and_the_router_follow_a_refit(case: Case) -> None:
-    case.give("b")
-    case.engine.rollout(tokens=2)
-    tensors = refit_tensors(case.paths["b"], case.recipe)
-    assert torch.equal(case.engine.model.get_parameter(BIAS).cpu(), tensors[BIAS])
-    for number, layer in enumerate(case.attention):
-        source = layer.kv_b_proj
-        if case.recipe is ALL:
-            weight = dequantize_block(source.weight, source.weight_scale_inv, dtype=torch.bfloat16)
-        else:
-            weight = tensors[f"model.layers.{number}.self_attn.kv_b_proj.weight"].cuda()
-        by_head = weight.view(layer.num_heads, -1, layer.kv_lora_rank)
-        assert torch.equal(layer.W_UK_T, by_head[:, : layer.qk_nope_head_dim])
-        assert torch.equal(layer.W_UV, by_head[:, layer.qk_nope_head_dim :].transpose(1, 2))
-    case.give("a")
-
-
-def test_an_fp8_latent_cache_is_refused(case: Case) -> None:
-    """In a process of its own: vLLM has one work space of experts for all engines of a process, and
-    the start of another one, even if it is refused, frees what the first one's graphs use."""
-    with (
-        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
-        pytest.raises(UnsupportedError, match="absorbed query with one scale"),
-    ):
-        pool.submit(start_engine, case.paths["a"], Recipe(kv_cache=KVCache())).result()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

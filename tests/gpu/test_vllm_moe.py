@@ -1,4 +1,4 @@
-"""FP8 experts on a GPU: codes, vLLM's kernels against float64, a captured Qwen3-MoE and its refits.
+"""FP8 experts on a GPU: vLLM's kernels against float64, a captured Qwen3-MoE and its refits.
 
 Experts are 600 wide, so that their stacks are padded (to 640), and DeepGEMM takes them from 128
 tokens on. See ``test_vllm_engine`` for how an engine in BF16 is compared with transformers.
@@ -30,8 +30,7 @@ from vllm.model_executor.layers.fused_moe.config import (
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from fp8rl import Recipe
-from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
-from fp8rl.numerics import dequantize_group, quantize_block, quantize_group
+from fp8rl.numerics import dequantize_group, quantize_group
 from fp8rl.recipe import KVCache, Pins
 from support.gpu_engine import (
     PROMPTS,
@@ -52,7 +51,6 @@ log = logging.getLogger(__name__)
 
 EXPERTS, WIDTH, PADDED, HIDDEN = 8, 600, 640, 512
 RECIPE = Recipe(kv_cache=KVCache(dtype="auto"), pins=Pins(names=("model.layers.0.mlp.experts.*",)))
-DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
 DEVICE = torch.device("cuda")
 
 
@@ -107,24 +105,6 @@ def delegated() -> Iterator[Any]:
     init_workspace_manager(DEVICE)
     with set_current_vllm_config(VllmConfig()):
         yield pytest.importorskip("vllm_fp8rl.kernels.moe.fused_moe")
-
-
-def test_codes_and_scales_are_those_of_the_reference(experts: Experts) -> None:
-    layer = experts.layer
-    for (expert, slot), source in experts.sources.items():
-        codes, scales = quantize_block(source)
-        if slot == "w2":
-            live, held = layer.w2_weight[expert], layer.w2_weight_scale_inv[expert]
-            padding = live[:, WIDTH:]
-            live = live[:, :WIDTH]
-        else:
-            first = PADDED if slot == "w3" else 0
-            live = layer.w13_weight[expert, first : first + WIDTH]
-            padding = layer.w13_weight[expert, first + WIDTH : first + PADDED]
-            held = layer.w13_weight_scale_inv[expert, first // 128 : (first + PADDED) // 128]
-        assert torch.equal(live.cpu().view(torch.uint8), codes.view(torch.uint8))
-        assert torch.equal(held.cpu(), scales)
-        assert not padding.float().any()
 
 
 def dequantized(stack: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -216,40 +196,6 @@ def test_kernels_equal_float64_on_the_same_operands(delegated, experts, backend,
     assert other.median() > 2.5e-2
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton", "deep_gemm"])
-def test_no_kernel_hides_the_router(delegated, experts: Experts, backend: str) -> None:
-    """A monolithic kernel takes logits and chooses the experts itself: nothing to replay."""
-    _, kernel = delegated.delegate_experts(experts.layer, moe_config(backend), RECIPE)
-    _, plain = delegated.delegate_plain_experts(experts.layer, moe_config("auto"))
-    assert not kernel.is_monolithic
-    assert not plain.is_monolithic
-
-
-def test_plain_kernel_equals_float64(delegated, experts: Experts) -> None:
-    layer = SimpleNamespace(
-        w13_weight=torch.stack(
-            [torch.cat([experts.sources[e, s] for s in ("w1", "w3")]) for e in range(EXPERTS)]
-        ).cuda(),
-        w2_weight=torch.stack([experts.sources[e, "w2"] for e in range(EXPERTS)]).cuda(),
-        _expert_routing_tables=lambda: None,
-    )
-    config = moe_config("auto")
-    config.intermediate_size_per_partition = WIDTH
-    _, kernel = delegated.delegate_plain_experts(layer, config)
-    x, weights, ids, y = run(kernel, layer, 33)
-    w13, w2 = layer.w13_weight.double(), layer.w2_weight.double()
-    expected = truth(w13, w2, x, weights, ids, lambda t: t.double())
-    assert error(y, expected).max() < 1e-2
-
-
-def test_backends_that_repack_are_refused_by_name(delegated, experts: Experts) -> None:
-    for backend in ("marlin", "flashinfer_cutlass"):
-        with pytest.raises(UnsupportedError, match=f"moe_backend='{backend}'"):
-            delegated.delegate_experts(experts.layer, moe_config(backend), RECIPE)
-        with pytest.raises(UnsupportedError, match=f"moe_backend='{backend}'"):
-            delegated.delegate_plain_experts(experts.layer, moe_config(backend))
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
@@ -296,23 +242,6 @@ def test_logprobs_equal_transformers_after_each_refit_and_tokens_come_back(
         ),
     )
     assert [layer.quant_method.moe_kernel for layer in layers] == kernels
-
-
-def test_broken_streams_close_the_engine_until_the_next_refit(
-    engine: GpuEngine, checkpoints: dict[str, Path]
-) -> None:
-    tokens = engine.greedy()
-    tensors = {n: t.cuda() for n, t in refit_tensors(checkpoints["b"], RECIPE).items()}
-    with pytest.raises(RefitError, match=f"lacks 1 .*'{DOWN}'"):
-        rest = [(n, t) for n, t in tensors.items() if n != DOWN]
-        refit(engine.llm, rest, expect_kv_scales=False)
-    tensors[DOWN][3, 5] = torch.nan
-    with pytest.raises(RefitError, match=f"'{DOWN}' has NaN"):
-        refit(engine.llm, tensors.items(), expect_kv_scales=False, batch_bytes=1 << 12)
-    with pytest.raises(Fp8RLError, match="half-updated"):
-        engine.greedy()
-    give(engine, checkpoints["a"])
-    assert engine.greedy() == tokens
 
 
 def test_routes_come_out_of_captured_graphs_and_follow_each_refit(

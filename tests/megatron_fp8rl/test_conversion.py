@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +18,6 @@ from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import Quantized, quantize_block
 from fp8rl.recipe import Pins
 from megatron_fp8rl import Conversion, conversion_of, convert, precision_file, weight_codes_hf
-from megatron_fp8rl import conversion as conversion_module
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.layers.linear import Fp8ColumnParallelLinear, Fp8Module, Fp8RowParallelLinear
 from megatron_fp8rl.layers.linear_modules import sites
@@ -318,20 +316,6 @@ def test_a_handle_says_that_another_has_closed_its_conversion(tmp_path):
     assert torch.equal(losses(gpt, ids), bf16)
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_a_handle_that_converted_nothing_says_that_a_later_conversion_did(training, tmp_path):
-    """It told of no FP8 module, and saved a table without one, of a model that runs in FP8."""
-    every = Pins(kinds=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))
-    gpt = _gpt()
-    idle = convert_alone(gpt, Recipe(training=training, pins=every))
-    assert not idle.modules
-    later = convert_alone(gpt)
-    _assert_closed(idle, tmp_path)
-    later.close()
-    assert not idle.modules
-    idle.close()
-
-
 def _chunks() -> list[Any]:
     """Layers 0 and 2 of 4, as the first of two pipeline ranks holds them."""
     return [
@@ -369,40 +353,6 @@ def test_chunks_that_handles_share():
         conversion_of(second).close()
         if "kinds" in pins:
             conversion_of(first).close()
-
-
-def test_chunks_that_hold_a_layer_twice_change_nothing():
-    """A policy and its reference, or one model twice: under one name a handle would hold one of
-    them, and closing it would leave the other in FP8."""
-    gpt = _gpt()
-    for chunks in ([gpt, _gpt()], [gpt, Float16Module(gpt.config, gpt)]):
-        with pytest.raises(UnsupportedError, match=r"chunks hold 'model\.layers\.0\..*' twice"):
-            convert_alone(chunks)
-        assert not any(isinstance(m, Fp8Module) for chunk in chunks for m in chunk.modules())
-    convert_alone(gpt)
-    with pytest.raises(UnsupportedError, match="twice"):
-        conversion_of([gpt, gpt])
-
-
-@pytest.mark.parametrize("calls", [0, 1, 5])
-def test_an_interrupt_leaves_a_model_that_can_be_converted(calls, monkeypatch):
-    gpt, ids = _gpt(), tokens(batch=4)
-    bf16 = losses(gpt, ids)
-    looked_up = conversion_module.fp8_classes
-    left = [8 + calls]  # each module is looked up when it is checked and when it is swapped
-
-    def interrupted() -> dict[type, Any]:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return looked_up()
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(conversion_module, "fp8_classes", interrupted)
-        convert_alone(gpt)
-    assert not any(isinstance(m, Fp8Module) for m in gpt.modules())
-    assert torch.equal(losses(gpt, ids), bf16)
-    assert len(convert_alone(gpt).modules) == 8
 
 
 # ---- codes
@@ -499,18 +449,6 @@ def test_codes_are_made_once_for_all_micro_batches_that_keep_them(recompute, lau
     assert not _kept(keeping.conversion)
 
 
-def test_forwards_without_gradients_keep_no_transposed_codes(quantized):
-    gpt, batches = _gpt(), [tokens(seed, batch=4) for seed in range(3)]
-    conversion = convert_alone(gpt)
-    with torch.no_grad():
-        expected = [losses(gpt, ids) for ids in batches]
-        made = len(quantized)
-        with conversion.keeping_codes():
-            found = [losses(gpt, ids) for ids in batches]
-            assert len(quantized) - made == len(_kept(conversion)) == 8
-    assert torch.equal(torch.stack(found), torch.stack(expected))
-
-
 @pytest.mark.parametrize("distributed", [False, True])
 def test_an_optimizer_step_while_codes_are_kept_makes_them_anew(distributed, quantized):
     """As in a batch of several steps; naively the second goes on with the codes of the first."""
@@ -547,43 +485,6 @@ def test_nothing_is_kept_after_codes_were():
         assert torch.equal(losses(gpt, ids), expected)
 
 
-@pytest.mark.slow
-def test_nothing_is_kept_after_an_interrupt_at_any_point():
-    """Python raises KeyboardInterrupt where a function begins or a C function has returned."""
-    conversion = convert_alone(_gpt())
-    linear: Any = conversion.modules["model.layers.1.mlp.down_proj"]
-    epoch, codes, left = linear.fp8_setup.epoch, linear.fp8_state.codes, 0
-
-    def interrupt(frame: Any, event: str, argument: object) -> None:
-        nonlocal left
-        if event in ("call", "c_return", "c_exception"):
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-
-    def keep() -> None:
-        with conversion.keeping_codes():
-            sys.setprofile(None)  # a mode of torch's that is interrupted stays on
-            codes.rowwise(linear.weight)
-            sys.setprofile(interrupt)
-
-    for point in range(1, 10_000):
-        left = point
-        try:
-            sys.setprofile(interrupt)
-            keep()
-        except KeyboardInterrupt as error:
-            sys.setprofile(None)
-            caught = error  # and with it every frame it came through
-        else:
-            break
-        finally:
-            sys.setprofile(None)
-        assert not epoch.keep and not kept(linear), point
-        del caught
-    assert point > 10
-
-
 def test_codes_that_a_handle_of_a_part_has_left_are_not_used_again():
     """Chunks that were converted together keep codes together; a handle of one frees its own."""
     chunks = _chunks()
@@ -596,19 +497,6 @@ def test_codes_that_a_handle_of_a_part_has_left_are_not_used_again():
     linear.weight.data.mul_(-1)
     with part.keeping_codes():
         assert torch.equal(linear(x)[0], -before)
-
-
-def test_one_context_in_another_goes_on_with_its_codes(quantized):
-    gpt, ids = _gpt(), tokens(batch=4)
-    conversion = convert_alone(gpt)
-    with conversion.keeping_codes():
-        losses(gpt, ids)
-        with conversion.keeping_codes():
-            losses(gpt, ids)
-        losses(gpt, ids)
-        assert len(quantized) == 8
-    losses(gpt, ids)
-    assert len(quantized) == 16
 
 
 def test_a_conversion_may_end_while_codes_are_kept():

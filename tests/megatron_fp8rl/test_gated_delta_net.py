@@ -21,11 +21,9 @@ from fp8rl.recipe import KVCache, Pins
 from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import conversion_of, convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire
-from megatron_fp8rl.export.mapping import read_model
 from megatron_fp8rl.hf_names import module_names
 from megatron_fp8rl.kv.cache import KVCacheInTraining
 from megatron_fp8rl.kv.observers import QKVObserver
-from megatron_fp8rl.layers.linear_modules import sites
 from support.gated_delta_net import token_by_token
 from support.megatron import convert_alone, hf_gpt, logprobs, prompts
 from support.processes import run_ranks
@@ -112,13 +110,6 @@ def test_the_export_in_bf16_rounds_the_norm_of_a_gated_delta_net(mcore, paths):
     assert sent[:2].tolist() == [1.0, 1 + 2.0**-7]  # a small step, and one of three times the size
     assert exact.abs().max() < 2
     assert 2**-10 < (sent - exact).abs().max() <= 2**-8
-
-
-def test_widths_on_a_rank_are_those_of_each_matrix(mcore, paths):
-    """``in_proj_qkv`` may be a multiple of 128 where its queries are none."""
-    found = [site.sharded for site in sites(gpt(paths["dense"])) if "in_proj" in site.name]
-    cut = {f"in_proj_qkv ({name})": rows for name, rows in (("q", 256), ("k", 256), ("v", 512))}
-    assert found == [{**cut, "in_proj_z": 512}] * 3
 
 
 def test_codes_of_in_proj_travel_where_no_rank_cuts_its_matrices(mcore, paths, caplog):
@@ -236,45 +227,6 @@ def test_every_parameter_has_a_gradient(mcore, paths):
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
         assert parameter.grad.any(), name
-
-
-class Ranks:
-    """A process group of two, seen from one of them."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def size(self) -> int:
-        return 2
-
-    def rank(self) -> int:
-        return self._rank
-
-
-def test_two_ranks_share_every_section(mcore, paths, monkeypatch):
-    """Each rank has its heads of q, k, v, z, b and a; the export joins them again."""
-    mapping, parameters = read_model(gpt(paths["dense"]), None)
-    tensors = load_tensors(paths["dense"])
-    kinds = ("in_proj", "conv1d", "qkv", "glu")
-    chosen = {p.rule.packing: p for p in parameters if p.rule.packing in kinds}
-    assert set(chosen) == set(kinds)
-    for own in chosen.values():
-        whole = [tensors[name].float() for name in own.entry.names]
-        shards = []
-        for rank in (0, 1):
-            mapping.tp = Ranks(rank)
-            shards.append(mapping.pack(own.rule, whole, len(own.param) // 2))
-            assert len(shards[-1]) == len(own.param) // 2
-
-        def gather(into: list[torch.Tensor], *_: Any, parts: Any = shards, **__: Any) -> None:
-            for place, part in zip(into, parts, strict=True):
-                place.copy_(part)
-
-        monkeypatch.setattr(torch.distributed, "all_gather", gather)
-        for found, expected in zip(mapping.unpack(own.rule, shards[0]), whole, strict=True):
-            assert torch.equal(found, expected)
-        if own.rule.packing == "in_proj":  # the second rank begins with its half of the queries
-            assert torch.equal(shards[1][:128], whole[0][128:256])
 
 
 @pytest.mark.slow

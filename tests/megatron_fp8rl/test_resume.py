@@ -287,33 +287,3 @@ def test_what_fp8_takes_of_memory_beside_the_weights(keep):
 
 
 # ---- overflow and zeros
-
-
-def test_an_overflow_reaches_the_loss_and_the_gradient_norm():
-    run = Run(fp8=True, seed=1)
-    with torch.no_grad():
-        run.gpt.decoder.layers[0].mlp.linear_fc1.weight.fill_(1e30)
-    loss, norm = run.step(0)
-    assert loss != loss and norm != norm
-
-
-def test_an_overflowing_gradient_reaches_the_gradient_norm():
-    run = Run(fp8=True, seed=1)
-    layer = run.gpt.decoder.layers[1].mlp.linear_fc2
-    layer.register_full_backward_hook(lambda m, inputs, outputs: (inputs[0] * torch.inf,))
-    loss, norm = run.step(0)
-    assert loss == loss and norm != norm
-
-
-def test_blocks_of_zeros_train_on():
-    run, plain = Run(fp8=True, seed=1), Run(fp8=False, seed=1)
-    for each in (run, plain):
-        with torch.no_grad():
-            each.gpt.decoder.layers[0].mlp.linear_fc2.weight.zero_()
-            each.gpt.decoder.layers[1].self_attention.linear_proj.weight[:, :64] = 0
-        each.optimizer.reload_model_params()
-    losses = [(run.step(i), plain.step(i)) for i in range(2)]
-    for (fp8, fp8_norm), (bf16, bf16_norm) in losses:
-        assert fp8 == pytest.approx(bf16, rel=1e-2)
-        assert fp8_norm == pytest.approx(bf16_norm, rel=0.1)
-    assert run.gpt.decoder.layers[0].mlp.linear_fc2.weight.abs().max() > 0

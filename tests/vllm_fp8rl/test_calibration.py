@@ -299,9 +299,3 @@ def test_two_names_of_one_scale_and_names_that_look_like_one_are_refused(fresh: 
         with pytest.raises(ScaleError, match=r"layers.7.self_attn.k_scale' is no KV scale of"):
             give({scale_name(7, "k"): 0.5})
     assert set(fresh.kv_scales().values()) == {torch.tensor(KV_SCALE).item()}
-
-
-def test_scales_to_start_from_count_by_either_name(fresh: Engine) -> None:
-    found = calibrate_kv_scales(fresh.llm, PROMPTS)
-    small = {name.replace("self_attn.", "self_attn.attn."): s / 64 for name, s in found.items()}
-    assert calibrate_kv_scales(fresh.llm, PROMPTS, start=small) == found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 
 import vllm_fp8rl
 from fp8rl import PluginManager, Recipe
-from fp8rl.errors import ModelError, PinError, UnsupportedError
+from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import ReferenceBackend
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block, quantize_group
@@ -100,24 +99,6 @@ def test_width_that_cannot_be_split():
     models.check_widths(shape, 2, expert_parallel=False)
     with pytest.raises(UnsupportedError, match=r"gate_up_proj.*intermediate_size=328.*size=3"):
         models.check_widths(shape, 3, expert_parallel=False)
-
-
-@pytest.mark.parametrize("count", [-3, 0, 10**12])
-def test_a_model_without_layers_has_no_module_names(count):
-    """Older transformers take such a config, and a policy of no module pins nothing."""
-    with pytest.raises(ModelError, match=f"num_hidden_layers is {count}; correct it"):
-        ModelSpec.of(SimpleNamespace(num_hidden_layers=count))
-
-
-def test_resolved_table_names_pins_and_groups_equal_layers(engine):
-    recipe = Recipe.from_dict({"pins": {"last": 1}})
-    names = ModelSpec.dense(4).names
-    policy = PluginManager().pin_policy(recipe.pins, names)
-    table = config._table(recipe, policy)
-    assert "layers 0-2: FP8 qkv_proj, o_proj" in table
-    assert "layers 3: BF16 qkv_proj (last: 1), o_proj (last: 1)" in table
-    with pytest.raises(PinError):
-        PluginManager().pin_policy(Recipe.from_dict({"pins": {"layers": [7]}}).pins, names)
 
 
 def engine_config(engine):

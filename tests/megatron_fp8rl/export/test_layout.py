@@ -51,19 +51,6 @@ def test_qkv_rows_go_to_hf_order_and_back(case):
     assert torch.equal(layout.to_hf(wide, -1)[1, 2], layout.to_hf(wide[1, 2]))
 
 
-@given(heads, st.sampled_from(["fp32", "pow2"]))
-@settings(max_examples=20, deadline=None)
-def test_codes_taken_in_place_are_those_of_the_hf_order(case, scale_format):
-    groups, per_group, _ = case
-    layout = qkv_layout(groups * per_group, groups, 128)
-    assert layout.in_place
-    w = torch.randn(layout.rows, 72) * torch.rand(layout.rows, 1)
-    taken = layout.codes_to_hf(quantize_block(w, scale_format=scale_format))
-    expected = quantize_block(layout.to_hf(w), scale_format=scale_format)
-    assert torch.equal(taken.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-    assert torch.equal(taken.scale_inv, expected.scale_inv)
-
-
 @given(st.integers(1, 3).map(lambda n: 64 * n), st.integers(1, 3))
 @settings(max_examples=12, deadline=None)
 def test_parts_that_lie_apart_have_the_codes_of_each_hf_tensor(width, groups):
@@ -88,20 +75,6 @@ def test_ranks_cut_each_matrix_of_a_gated_delta_net():
     cut = {f"in_proj_qkv ({name})": rows for name, rows in (("q", 96), ("k", 96), ("v", 320))}
     assert layout.section_rows == {**cut, "in_proj_z": 320}
     assert qkv_layout(4, 2, 64).section_rows == qkv_layout(4, 2, 64).part_rows
-
-
-def test_split_codes_equal_those_of_each_hf_tensor():
-    layout = qkv_layout(4, 2, 64)  # q: 256 rows, k and v: 128
-    assert not layout.in_place
-    assert layout.aligned
-    w = torch.randn(layout.rows, 130)
-    hf = layout.to_hf(w)
-    parts = layout.split_codes(quantize_block(hf))
-    assert list(parts) == ["q_proj", "k_proj", "v_proj"]
-    for (name, got), rows in zip(parts.items(), hf.split([256, 128, 128]), strict=True):
-        expected = quantize_block(rows)
-        assert torch.equal(got.codes.view(torch.uint8), expected.codes.view(torch.uint8)), name
-        assert torch.equal(got.scale_inv, expected.scale_inv), name
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import fake_quantize_int8_kv
 from fp8rl.testing.numeric import relative_error
-from megatron_fp8rl.kv.cache import KVCacheInTraining, LayerCache, _QuantizeKV
+from megatron_fp8rl.kv.cache import KVCacheInTraining
 from megatron_fp8rl.kv.observers import QKVObserver
 from megatron_fp8rl.testing.models import build_gpt
 from support.attention import causal_attention, fake_quantized, int8_rounded
@@ -226,21 +226,6 @@ def test_clipped_values_are_counted(model):
     assert cache.metrics() == {f"{r}_clipped_share": n / total for r, n in expected.items()}
     assert all(expected.values())
     assert cache.metrics() == {}
-
-
-def test_packed_sequences_and_slices_of_them_are_the_same_values(model):
-    """Elementwise: so context parallelism may exchange K and V after the hook."""
-    cache = KVCacheInTraining(model)
-    cache.set(scales_of(model))
-    hook = _QuantizeKV(LayerCache(cache, cache._scales[0], cache._clipped[0]), 0)
-    packed = torch.randn(30, GROUPS, 4 * SIZE, generator=torch.Generator().manual_seed(0))
-    k, v = packed[..., 2 * SIZE : 3 * SIZE], packed[..., 3 * SIZE :]
-    q = torch.randn(30, HEADS, SIZE)
-    args = hook(None, (q, k, v, None, "mask"))
-    assert args[0] is q and args[3:] == (None, "mask")
-    for part in (slice(0, 13), slice(13, 30)):
-        _, k_part, v_part = hook(None, (q[part], k[part], v[part]))
-        assert torch.equal(k_part, args[1][part]) and torch.equal(v_part, args[2][part])
 
 
 def test_scales_are_checked_before_any_is_set(model):

@@ -66,24 +66,6 @@ def test_every_noticed_way_to_change_a_weight(epoch, how):
     assert not _same(before, module.weight)
 
 
-def test_a_look_from_outside_leaves_nothing(epoch):
-    weight, codes = _weight(), _codes(epoch)
-    assert _same(codes.fresh(weight), weight)
-    weight.data.zero_()  # what a late gather does: the next use must see it
-    assert not codes.rowwise(weight).codes.float().any()
-
-
-def test_a_step_hook_that_runs_before_the_write_only_marks(epoch):
-    """megatron copies masters to the model after torch's hook has run."""
-    weight, master = _weight(), torch.zeros(130, 70, requires_grad=True)
-    codes = _codes(epoch)
-    codes.rowwise(weight)
-    master.grad = torch.randn(130, 70)
-    torch.optim.SGD([master], lr=1.0).step()
-    weight.data.copy_(master.detach())
-    assert _same(codes.rowwise(weight), weight)
-
-
 def test_nothing_is_kept_once_a_cuda_graph_has_captured_a_step(monkeypatch, caplog):
     """Its replays run no hook. A mock says that a graph is captured: this is no GPU."""
     epoch, weight = WeightEpoch(), _weight()
@@ -147,14 +129,6 @@ def test_codes_that_are_not_kept_are_made_from_the_weight_as_it_is():
         turned.codes.t().contiguous().view(torch.uint8),
         codes.rowwise(weight).codes.view(torch.uint8),
     )
-
-
-def test_both_sides_are_kept_together(epoch):
-    weight, codes = _weight(), _codes(epoch)
-    rowwise, columnwise = codes.rowwise(weight, training=True), codes.columnwise(weight)
-    assert codes.rowwise(weight) is rowwise and codes.columnwise(weight) is columnwise
-    epoch.turn()
-    assert codes.columnwise(weight) is not columnwise
 
 
 def test_a_copy_made_while_codes_are_kept_keeps_none(epoch):

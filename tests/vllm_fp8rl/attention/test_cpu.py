@@ -22,7 +22,6 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAtte
 from vllm_fp8rl.attention import cpu
 from vllm_fp8rl.attention.cpu import (
     Fp8RLCpuImpl,
-    Fp8RLCpuMetadata,
     Fp8RLCpuMetadataBuilder,
     Scratch,
     _codes_to_float,
@@ -241,17 +240,6 @@ def test_a_nan_stays_visible(engine: Engine) -> None:
     assert not output[..., 1:].isnan().any()
 
 
-def test_shared_pages_are_decoded_once_and_empty_ones_never(engine: Engine) -> None:
-    layer = Layer(config_of(engine), torch.float32, "fp8")
-    table = torch.tensor([[5, 7, 0, 0], [5, 9, 0, 0]], dtype=torch.int32)  # block 5 is a prefix
-    metadata = layer.builder.build(0, common_metadata([129, 170], [1, 1], table))
-    assert isinstance(metadata, Fp8RLCpuMetadata)
-    # 4 pages of 32 tokens for block 5, then 1 and 2.
-    assert metadata.pages.used.tolist() == [20, 21, 22, 23, 28, 36, 37]
-    assert metadata.pages.block_table[0, :5].tolist() == [0, 1, 2, 3, 4]
-    assert metadata.pages.block_table[1, :6].tolist() == [0, 1, 2, 3, 5, 6]
-
-
 def test_a_cache_that_is_not_fp8_is_stock(engine: Engine) -> None:
     layer = Layer(config_of(engine), torch.float32, "auto")
     table = torch.tensor([[4, 1, 0, 0]], dtype=torch.int32)
@@ -267,22 +255,6 @@ def test_a_cache_that_is_not_fp8_is_stock(engine: Engine) -> None:
         results.append((cache, output))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
-
-
-@pytest.mark.parametrize("name", ["do_kv_cache_update", "forward"])
-def test_a_new_option_reaches_vllms_method_and_is_refused_for_an_fp8_cache(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    layer = Layer(config_of(engine), torch.float32, "auto")
-    given: list[object] = []
-    monkeypatch.setattr(
-        CPUAttentionBackendImpl, name, lambda impl, *args, new: given.append((*args, new))
-    )
-    getattr(layer.impl, name)("layer", "query", new="option")
-    assert given == [("layer", "query", "option")]
-    layer.impl.stores_fp8 = True
-    with pytest.raises(TypeError, match="'new'"):
-        getattr(layer.impl, name)("layer", "query", new="option")
 
 
 def test_an_engine_without_fp8rl_is_left_alone(engine: Engine) -> None:

@@ -100,25 +100,6 @@ def test_engines_that_are_served(
     assert support == (kinds.UNIFORM_SINGLE_TOKEN_DECODE if expected else kinds.ALWAYS)
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_batches_are_split_where_a_layer_is_served(
-    int8, monkeypatch: pytest.MonkeyPatch, ours: bool
-) -> None:
-    """``Builder.__init__`` of vLLM is replaced by what it sets."""
-
-    def init(builder: Any) -> None:
-        layer = SimpleNamespace(impl=SimpleNamespace(ours=ours))
-        forward = SimpleNamespace(static_forward_context={"a": layer})
-        builder.vllm_config = SimpleNamespace(compilation_config=forward)
-        builder.layer_names, builder.reorder_batch_threshold = ["a"], None
-
-    monkeypatch.setattr(int8.TritonAttentionMetadataBuilder, "__init__", init)
-    monkeypatch.setattr(int8, "_serves", lambda engine: True)
-    builder = int8.Fp8RLTritonMetadataBuilder()
-    assert builder._splits_batches is ours
-    assert builder.reorder_batch_threshold == (1 if ours else None)
-
-
 def test_results_that_depend_on_no_batch_are_left_to_vllm(
     int8, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,14 +138,3 @@ def test_layers_that_are_served(int8, changes: dict[str, Any], expected: bool) -
     for name, value in (values | changes).items():
         setattr(impl, name, value)
     assert impl._served() is expected
-
-
-def test_vllms_measurement_of_memory_counts_the_copy_of_prompts(int8) -> None:
-    taken = []
-    query = torch.ones(3, 2, 64)
-    spy = SimpleNamespace(new_empty=lambda *shape: taken.append(shape))
-    impl = object.__new__(int8.Fp8RLTritonImpl)
-    impl.ours, impl._most_keys, impl.num_kv_heads, impl.head_size = True, 500, 2, 64
-    output = impl.forward(None, spy, None, None, None, None, query)
-    assert taken == [(2, 500, 2, 64)] and (output == 0).all()
-    assert not impl.fused_output_quant_supported(None)

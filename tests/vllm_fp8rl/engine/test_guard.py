@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,12 +14,12 @@ from fp8rl.numerics import quantize_block
 
 pytest.importorskip("vllm")
 from support.engine import Engine
-from vllm_fp8rl.engine.guard import RefitGuard, guarded
+from vllm_fp8rl.engine.guard import RefitGuard
 from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.engine.sleep import BACKEND, WatchedBackend, discardable, guarded_models, watch
 from vllm_fp8rl.kv.scales import kv_scale_state, set_kv_scales
 from vllm_fp8rl.quantization.kv_cache import check_backend, check_exact_backend
-from vllm_fp8rl.refit import drop_requests, refit, require_ready
+from vllm_fp8rl.refit import drop_requests, refit
 from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40]
@@ -39,61 +38,9 @@ def guard(engine: Engine, a: dict[str, torch.Tensor]) -> Iterator[RefitGuard]:
     engine.greedy(PROMPTS)
 
 
-def test_one_guard_serves_the_whole_model(engine: Engine, guard: RefitGuard) -> None:
-    layers = [m for m in engine.model.modules() if hasattr(m, "attn_backend")]
-    assert len(layers) == engine.llm.llm_engine.model_config.hf_config.num_hidden_layers
-    assert {layer.quant_method.state.guard for layer in layers} == {guard}
-    for layer in layers:
-        assert layer.attn_backend is guarded(layer.attn_backend.__base__)
-        assert layer.attn_backend.get_name() == "CPU_ATTN"
-
-
 def test_a_model_without_fp8rl_has_none() -> None:
     with pytest.raises(RefitError, match="no quantization='fp8rl'"):
         state_of(torch.nn.Linear(2, 2))
-
-
-def test_closed_and_opened(engine: Engine, guard: RefitGuard) -> None:
-    tokens = engine.greedy(PROMPTS)
-    require_ready(engine.llm)
-    guard.close("a refit is under way")
-    engine.refuses(RefitError, "a refit is under way; refit the engine")
-    with pytest.raises(RefitError, match="a refit is under way; refit the engine"):
-        require_ready(engine.llm)
-    guard.open()
-    assert engine.greedy(PROMPTS) == tokens
-
-
-def test_a_ready_engine_is_not_looked_at_again(engine: Engine, guard: RefitGuard) -> None:
-    engine.greedy(PROMPTS)
-    guard.layers, layers = {"none": _Unready()}, guard.layers
-    try:
-        engine.greedy(PROMPTS)
-        guard.recheck()
-        engine.refuses(RefitError, "not ready")
-    finally:
-        guard.layers = layers
-
-
-class _Unready(torch.nn.Module):
-    @property
-    def quant_method(self) -> Any:
-        def require_ready(layer: object) -> None:
-            raise RefitError("not ready")
-
-        return SimpleNamespace(require_ready=require_ready)
-
-
-def test_a_step_that_never_ran_leaves_no_prefix(engine: Engine, guard: RefitGuard) -> None:
-    prompt = [[(13 * i) % 400 + 7 for i in range(200)]]  # more than a block
-    guard.close("a refit is under way")
-    with pytest.raises(RefitError):
-        engine.greedy(prompt)
-    drop_requests(engine.llm)
-    guard.open()
-    tokens = engine.greedy(prompt)
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(prompt) == tokens
 
 
 def test_codes_without_scales(engine: Engine, guard: RefitGuard, a: dict) -> None:
@@ -176,34 +123,6 @@ def test_level_2_refuses_until_every_parameter_came(
     engine.llm.reset_prefix_cache()
     assert engine.greedy(PROMPTS) == tokens
     assert kv_scale_state(engine.model) == scales
-
-
-def test_level_2_then_a_refit(engine: Engine, guard: RefitGuard, a: dict) -> None:
-    tokens = engine.greedy(PROMPTS)
-    guard.sleep(TAGS, dict(discardable(engine.model)))
-    guard.wake(["weights"])
-    with pytest.raises(RefitError, match="lacks"):
-        refit(engine.llm, list(a.items())[:4], expect_kv_scales=False)
-    refit(engine.llm, a.items(), expect_kv_scales=False)
-    guard.wake(["kv_cache"])
-    assert engine.greedy(PROMPTS) == tokens
-
-
-def test_level_1_keeps_what_came_after_level_2_without_a_step_between(
-    engine: Engine, guard: RefitGuard, a: dict
-) -> None:
-    tokens = engine.greedy(PROMPTS)
-    guard.sleep(TAGS, dict(discardable(engine.model)))
-    guard.wake(None)
-    engine.model.load_weights(item for item in a.items() if item[0] != DOWN)
-    guard.sleep(TAGS, {})
-    guard.wake(None)
-    engine.refuses(RefitError, rf"discarded '{DOWN}' and no refit")
-    engine.model.load_weights([(DOWN, a[DOWN])])
-    guard.sleep(TAGS, {})
-    guard.wake(None)
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens
 
 
 @pytest.mark.parametrize(("columns", "width"), [(128, 128), (200, 256)])

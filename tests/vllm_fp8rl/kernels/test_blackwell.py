@@ -120,12 +120,6 @@ def test_deep_gemm_multiplies_as_the_numeric_contract_says(rows: int) -> None:
     assert torch.equal(multiply(x, live), multiply(x, weight(1)))
 
 
-def test_scales_that_are_no_powers_of_two_would_be_truncated() -> None:
-    scale_inv = quantize_block(torch.randn(N, K)).scale_inv
-    with pytest.raises(AssertionError, match="powers of two alone"):
-        packed(scale_inv, N)
-
-
 def test_it_starts_with_the_key_alone_and_says_that_it_has_never_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

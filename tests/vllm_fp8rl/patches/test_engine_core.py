@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +20,9 @@ from vllm.config import KVTransferConfig
 from support.engine import KV_SCALE, LAYERS, VOCAB, Engine, load_tensors
 from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.kv.scales import kv_scale_state
-from vllm_fp8rl.patches.engine_core import reset_and_tell
-from vllm_fp8rl.quantization.config import Fp8RLConfig
 from vllm_fp8rl.quantization.kv_connectors import check_connector
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
-from vllm_fp8rl.refit.receiver.worker import cache_emptied, read_answer
+from vllm_fp8rl.refit.receiver.worker import read_answer
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40]
 LONG = [(13 * i) % (VOCAB - 5) + 5 for i in range(200)]  # more than a block of the cache
@@ -194,36 +191,6 @@ def test_a_kv_connector_forgets_old_keys(
         require_ready(keeping.llm)
     keeping.llm.reset_prefix_cache(reset_connector=True)
     require_ready(keeping.llm)
-
-
-@pytest.mark.parametrize("quantization", [None, "fp8rl"])
-@pytest.mark.parametrize(
-    ("args", "options"), [((), {}), ((True, 7), {}), ((), {"connector": True})]
-)
-def test_resets_of_a_later_vllm_pass_on_what_they_are_given(
-    quantization: str | None, args: tuple[object, ...], options: dict[str, bool]
-) -> None:
-    given: list[object] = []
-    told: list[object] = []
-
-    def reset(
-        core: object, running: bool = False, new: int = 0, reset_connector: bool = False
-    ) -> bool:
-        given.append((running, new, reset_connector))
-        return True
-
-    options = {f"reset_{name}": value for name, value in options.items()}
-    core = SimpleNamespace(
-        model_executor=SimpleNamespace(collective_rpc=told.append),
-        vllm_config=SimpleNamespace(
-            kv_transfer_config="a connector",
-            quant_config=Fp8RLConfig() if quantization else None,
-            model_config=SimpleNamespace(quantization=quantization),
-        ),
-    )
-    assert reset_and_tell(reset)(core, *args, **options)
-    assert given == [(*(args or (False, 0)), bool(options))]
-    assert told == ([cache_emptied] if quantization and options else [])
 
 
 @pytest.mark.parametrize("name", ["ExampleConnector", "LMCacheConnectorV1", "NixlConnector"])

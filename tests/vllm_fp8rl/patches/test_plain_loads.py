@@ -14,7 +14,6 @@ from support.engine import PROMPTS, SCALES
 from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.kv.scales import fp8_layers
 from vllm_fp8rl.refit import RefitSession
-from vllm_fp8rl.storage import block_grid
 
 pytestmark = pytest.mark.usefixtures("restored")
 NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
@@ -131,23 +130,6 @@ def test_a_first_tensor_that_is_partly_written_closes_the_model(engine, a, token
     assert serves(engine, tokens["a"])
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, torch.OutOfMemoryError])
-@pytest.mark.parametrize("way", [iter, list])  # by vLLM's walk, and by the inventory
-def test_an_end_in_the_middle_of_the_first_tensor_closes_the_model(
-    engine, b, monkeypatch, kind, way
-):
-    quantize = block_grid.quantize_blocks
-
-    def ending(*args):
-        quantize(*args)
-        raise kind
-
-    with monkeypatch.context() as patch, pytest.raises(kind):
-        patch.setattr(block_grid, "quantize_blocks", ending)
-        engine.model.load_weights(way([(UP, b[UP])]))
-    engine.refuses(*CLOSED)
-
-
 def test_a_kv_scale_of_a_load_that_breaks_off_is_whole(engine, a):
     """The number that attention is given and the tensor that it reads must be the same."""
     name = next(iter(SCALES))
@@ -169,17 +151,6 @@ def inner(tensors):
 def break_off(model, tensors):
     with pytest.raises(Exception, match=r"\w"):
         model.load_weights(iter([*list(tensors)[:5], ("norm.weight", torch.ones(3))]))
-
-
-def test_a_part_of_the_model_that_broke_off_opens_with_the_whole_part(engine, a, tokens):
-    part = inner(a)
-    break_off(engine.model.model, part)
-    engine.model.load_weights([("lm_head.weight", a["lm_head.weight"])])
-    assert state_of(engine.model).guard.closed
-    engine.model.model.load_weights(part)
-    assert not state_of(engine.model).guard.closed
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens["a"]
 
 
 @pytest.mark.parametrize("first", ["the part", "the rest"])

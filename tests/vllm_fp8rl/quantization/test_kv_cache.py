@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_name
-from fp8rl.recipe import KVCache
 from support.engine import Engine, set_threads
 
 pytest.importorskip("vllm")
@@ -246,23 +245,6 @@ def test_a_draft_model_beside_an_fp8_cache_is_refused(
         UnsupportedError, match=r"'draft_model', .* without scales .*'fp8_e4m3'; se"
     ):
         other_engine(checkpoints["a"], Recipe(), speculative_config=draft)
-
-
-def test_a_draft_model_beside_a_plain_cache_gives_the_tokens_of_an_engine_without(
-    checkpoints: dict[str, Path],
-    other_engine: Callable[..., Engine],
-    shared_engine: Callable[[str], Engine],
-) -> None:
-    """The remedy of the refusal, through a refit that the draft has no part in."""
-    draft = {"model": str(checkpoints["a"]), "method": "draft_model", "num_speculative_tokens": 2}
-    plain = Recipe(kv_cache=KVCache(dtype="auto"))
-    drafting = other_engine(checkpoints["a"], plain, speculative_config=draft)
-    alone = shared_engine("plain cache")
-    assert drafting.greedy(PROMPTS, 24) == (before := alone.greedy(PROMPTS, 24))
-    tensors = load_file(checkpoints["b"] / "model.safetensors")
-    for engine in (drafting, alone):
-        refit(engine.llm, tensors.items(), expect_kv_scales=False)
-    assert drafting.greedy(PROMPTS, 24) == alone.greedy(PROMPTS, 24) != before
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp", "dflash", "of a later release"])

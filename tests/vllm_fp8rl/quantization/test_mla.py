@@ -10,19 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention import MLAAttention, mla_attention
-from vllm.model_executor.model_loader.utils import (
-    initialize_model,
-    process_weights_after_loading,
-)
-from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionMetadataBuilder,
-    MLAAttentionImpl,
-)
+from vllm.model_executor.layers.attention import MLAAttention
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
@@ -30,15 +18,13 @@ from fp8rl.models.families import LATENT_ATTENTION
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import dequantize_block, quantize_block
 from fp8rl.recipe import KVCache
-from support.engine import Engine, in_fp8, load_tensors, register_model, same_state
-from support.mla import ALL, NATIVE_ROPE, ON_A_CPU, PUBLISHED, RECIPE, SHAPES
+from support.engine import Engine, in_fp8, load_tensors, same_state
+from support.mla import ALL, ON_A_CPU, PUBLISHED, RECIPE, SHAPES
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
-from vllm_fp8rl import engine_args
 from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.engine.sleep import discardable
-from vllm_fp8rl.quantization import config as quantization_config
 from vllm_fp8rl.quantization.mla import Fp8RLMLAMethod, check_cpu, check_latent_cache
-from vllm_fp8rl.refit import RefitSession, refit
+from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.receiver.inventory import Inventory
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
 from vllm_fp8rl.testing.tiny import make_mla_checkpoint
@@ -154,39 +140,6 @@ def test_parts_of_kv_b_proj_follow_a_refit_in_place(case: Case) -> None:
     assert all(f"`{part}`" in derived for part in ("W_UK_T", "W_UV"))
 
 
-def test_parts_that_were_not_made_again_would_show(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A control: views of the weight need no making."""
-    case.give("a")
-    case.engine.greedy([[5, 6, 7]], 1)
-    monkeypatch.setattr(Fp8RLMLAMethod, "derive", lambda method, layer: None)
-    case.give("b")
-    whole, logprobs = decoded(case.engine)
-    found = gap(logprobs, last(load_reference(case.paths["b"], case.engine.recipe).many(whole)))
-    assert (found.mean > 0.5) == (case.engine.recipe is ALL), found
-
-
-def test_fp8_modules_are_those_of_the_pins(case: Case) -> None:
-    model, policy = case.engine.model, state_of(case.engine.model).policy
-    live = {name for name, m in model.named_modules() if hasattr(m, "weight_scale_inv")}
-    fused = {"gate_up_proj": "gate_proj", "fused_qkv_a_proj": "q_a_proj"}
-    attention = {name.rpartition(".")[2] for name in live if ".self_attn." in name}
-    for name in live:
-        stem, _, leaf = name.rpartition(".")
-        assert policy.precision(f"{stem}.{fused.get(leaf, leaf)}") == "fp8"
-    assert (
-        attention
-        == {
-            "moonlight": {"q_proj", "kv_a_proj_with_mqa", "o_proj"},
-            "v3": {"fused_qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj"},
-            "v2": {"q_proj", "o_proj"},
-        }[case.name]
-    )
-    shared = {name for name in live if ".shared_experts." in name}
-    assert len(shared) == 4 and "model.layers.0.mlp.down_proj" in live
-
-
 def test_the_bias_of_the_router_stays_in_float32(case: Case) -> None:
     if case.name == "v2":
         assert BIAS not in Inventory.of(case.engine.model).entries
@@ -200,13 +153,6 @@ def test_the_bias_of_the_router_stays_in_float32(case: Case) -> None:
     with pytest.raises(RefitError, match=f"lacks 1 .*'{BIAS}'"):
         refit(case.engine.llm, tensors.items(), expect_kv_scales=False)
     case.give("a")
-
-
-def test_every_tensor_has_a_route_and_nothing_else_is_asked_for(case: Case) -> None:
-    inventory = Inventory.of(case.engine.model)
-    required = {name for name, entry in inventory.entries.items() if entry.required}
-    assert required == set(case.tensors("a"))
-    assert inventory.routes(sorted(required))
 
 
 @pytest.mark.parametrize("way", ["plain", "reload", "codes"])
@@ -313,100 +259,3 @@ def test_copies_that_no_refit_reaches(layer: dict[str, Any], message: str) -> No
     fields = {"kv_cache_dtype": "auto", "attn_backend": backend, **layer}
     with pytest.raises(UnsupportedError, match=message):
         Fp8RLMLAMethod(None, None).create_weights(SimpleNamespace(**fields))  # type: ignore[arg-type]
-
-
-class _Backend(AttentionBackend):
-    """Stands for an attention backend of a GPU: releases up to 0.26 have none of MLA for a CPU."""
-
-    get_kv_cache_shape = None  # type: ignore[assignment]
-
-    class Impl:
-        dcp_world_size = 1
-        is_sparse = supports_quant_query_input = False
-
-        def __init__(self, **options: Any) -> None:
-            pass
-
-        process_weights_after_loading = MLAAttentionImpl.process_weights_after_loading
-
-    @staticmethod
-    def get_name() -> str:
-        return "FLASH_ATTN_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        return _Backend.Impl
-
-    @staticmethod
-    def get_builder_cls() -> Any:
-        return AttentionMetadataBuilder
-
-    @classmethod
-    def is_mla(cls) -> bool:
-        return True
-
-
-@pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch, moe_engine: Any) -> Callable[[Path, Recipe], Any]:
-    """The layers of a model as this vLLM makes and loads them, which cannot run."""
-    monkeypatch.setattr(quantization_config, "require_cpu_router", lambda: None)
-    monkeypatch.setattr(mla_attention, "get_attn_backend", lambda *args, **options: _Backend)
-    if hasattr(mla_attention, "get_mla_prefill_backend"):
-        prefill = lambda config: lambda **options: None  # noqa: E731
-        monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", prefill)
-
-    def made(path: Path, recipe: Recipe) -> Any:
-        register_model(path)
-        config = EngineArgs(
-            model=str(path),
-            dtype="bfloat16",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=64,
-            compilation_config=NATIVE_ROPE,
-            **engine_args(recipe),
-        ).create_engine_config()
-        with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
-            model = initialize_model(vllm_config=config)
-            model.load_weights(load_tensors(path).items())
-            process_weights_after_loading(model, config.model_config, torch.device("cpu"))
-        return model
-
-    return made
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_layers_of_every_vllm(name: str, build: Callable[..., Any], tmp_path: Path) -> None:
-    """Load, refit and the parts of kv_b_proj, also with releases whose CPU build has no MLA."""
-    recipe = CASES[name]
-    a, b = (make_mla_checkpoint(tmp_path / x, i, **SHAPES[name]) for i, x in enumerate("ab"))
-    model, tensors = build(a, recipe), load_tensors(b)
-    layers = [m for m in model.modules() if isinstance(m, MLAAttention)]
-    before = [part.data_ptr() for each in layers for part in (each.W_UK_T, each.W_UV)]
-    inventory = Inventory.of(model)
-    assert {n for n, entry in inventory.entries.items() if entry.required} == set(tensors)
-    with RefitSession(model, expect_kv_scales=False) as session:
-        session.load(tensors.items())
-    state_of(model).guard.derive()
-    for number, layer in enumerate(layers):
-        weight = tensors[f"model.layers.{number}.self_attn.kv_b_proj.weight"]
-        if recipe is ALL:
-            weight = dequantize_block(*quantize_block(weight), dtype=torch.bfloat16)
-        by_head = weight.view(layer.num_heads, -1, layer.kv_lora_rank)
-        assert torch.equal(layer.W_UK_T, by_head[:, : layer.qk_nope_head_dim])
-        assert torch.equal(layer.W_UV, by_head[:, layer.qk_nope_head_dim :].transpose(1, 2))
-    assert [p.data_ptr() for each in layers for p in (each.W_UK_T, each.W_UV)] == before
-    bias = dict(model.named_parameters()).get(BIAS)
-    assert (bias is None) == (name == "v2")
-    assert bias is None or torch.equal(bias, tensors[BIAS])
-
-    guard, layer = state_of(model).guard, layers[-1]
-    layer.W_UV = torch.nn.Parameter(layer.W_UV.clone(), requires_grad=False)
-    if recipe is ALL:
-        guard.derive()
-    else:
-        with pytest.raises(UnsupportedError, match=r"layers\.2\..* no views of kv_b_proj"):
-            guard.derive()
-    del layer.W_UV
-    with pytest.raises(UnsupportedError, match=r"layers\.2\..* no parts W_UK_T and W_UV"):
-        guard.derive()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,7 +33,6 @@ from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
 from vllm_fp8rl.engine.rank_state import RankState, state_of
 from vllm_fp8rl.quantization.models import check_architecture, check_widths
 from vllm_fp8rl.refit import drop_requests, refit
-from vllm_fp8rl.refit.receiver.inventory import Inventory
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
 
 RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
@@ -129,15 +127,6 @@ def test_equals_transformers_before_and_after_a_refit(
         assert found.flipped > FACTOR * floor.flipped, (what, found, floor)
 
 
-def test_every_tensor_has_a_route(moe: Engine, b: Tensors) -> None:
-    inventory = Inventory.of(moe.model)
-    assert inventory.routes(list(b))
-    assert all(entry.route is not None for entry in inventory.entries.values())
-    fused = f"{LAYER}.gate_up_proj"
-    assert inventory.routes([fused])
-    assert not inventory.routes([fused, inventory.entries[fused].covers[0]])
-
-
 def test_live_codes_are_those_of_the_contract(moe: Engine, a: Tensors) -> None:
     layer = experts_of(moe)
     assert layer.w13_weight.shape == (EXPERTS, 512, 256)
@@ -157,15 +146,6 @@ def test_live_codes_are_those_of_the_contract(moe: Engine, a: Tensors) -> None:
         assert torch.equal(live[:, :WIDTH], down.codes.view(torch.uint8))
         assert not live[:, WIDTH:].any()
         assert torch.equal(layer.w2_weight_scale_inv[expert], down.scale_inv)
-
-
-def test_plain_load_weights_one_by_one_in_random_order(moe: Engine, tokens, b: Tensors) -> None:
-    names = list(b)
-    random.Random(3).shuffle(names)
-    for name in names:
-        moe.model.load_weights([(name, b[name])])
-    moe.llm.reset_prefix_cache()
-    assert moe.greedy(SHORT) == tokens["b"]
 
 
 def test_all_experts_in_one_tensor(moe: Engine, tokens, b: Tensors) -> None:
@@ -198,12 +178,6 @@ def test_codes_on_the_wire(moe: Engine, tokens, b: Tensors) -> None:
         drop_requests(moe.llm)
 
 
-def test_codes_without_scales_outside_a_refit_stop_the_next_step(moe: Engine, a: Tensors) -> None:
-    moe.model.load_weights([(DOWN, quantize_block(a[DOWN]).codes)])
-    with pytest.raises(RefitError, match=r"experts.3.down_proj' received FP8 'weight' without"):
-        moe.greedy(SHORT)
-
-
 def test_refused_before_anything_is_written(moe: Engine, tokens, b: Tensors) -> None:
     stacks = fused(b)
     down = "model.layers.1.mlp.experts.down_proj"
@@ -230,17 +204,6 @@ def test_vllms_own_reload_and_any_number_of_processings(moe, tokens, b: Tensors,
     for _ in range(2):
         experts_of(moe).quant_method.process_weights_after_loading(experts_of(moe))
     assert all(torch.equal(held[name], found) for name, found in bytes_of(moe).items())
-
-
-def test_dummy_weights_then_a_refit(moe_engine, paths, tokens, b: Tensors) -> None:
-    engine = moe_engine(paths["a"], RECIPE, load_format="dummy")
-    layer = experts_of(engine)
-    assert (layer.w2_weight_scale_inv > 0).all() and (layer.w13_weight_scale_inv > 0).all()
-    assert layer.w2_weight.float().abs().sum() > 0
-    assert not layer.w2_weight[:, :, WIDTH:].view(torch.uint8).any()
-    assert not layer.w13_weight[:, WIDTH:256].view(torch.uint8).any()
-    give(engine, b)
-    assert engine.greedy(SHORT) == tokens["b"]
 
 
 def test_pinned_experts_are_refitted_too(
@@ -368,12 +331,6 @@ def resolved(**pins) -> RankState:
     recipe = Recipe(pins=Pins(**pins))
     spec = ModelSpec.of(config())
     return RankState(recipe, PinPolicy(recipe.pins, spec.names), spec, True, {}, None, None, None)
-
-
-def test_names_follow_the_config() -> None:
-    names = ModelSpec.of(config()).names
-    assert [i for i in range(4) if f"model.layers.{i}.mlp.experts.2.up_proj" in names] == [1]
-    assert "model.layers.3.mlp.up_proj" in names and "model.layers.1.mlp.gate" in names
 
 
 def test_pins_of_experts_are_all_or_none() -> None:

@@ -17,7 +17,6 @@ import torch
 from fp8rl import Recipe
 from fp8rl.errors import RefitError
 from fp8rl.kv_scales import scale_name
-from fp8rl.models.families import GATED_DELTA_NET
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache
 from support.engine import Engine, load_tensors, same_bits, same_state
@@ -33,10 +32,8 @@ from support import teacher_forced
 from support.gated_delta_net import compute_in_float32, token_by_token
 from vllm_fp8rl.calibration import calibrate_kv_scales
 from vllm_fp8rl.engine.rank_state import state_of
-from vllm_fp8rl.quantization import refittable
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.receiver import inventory
-from vllm_fp8rl.refit.receiver.inventory import Inventory
 from vllm_fp8rl.storage.block_grid import BlockGrid, WriteBatch, empty_storage
 from vllm_fp8rl.storage.parameters import Fp8Scale, Fp8Weight
 from vllm_fp8rl.testing.hf_reference import Gap, gap, load_reference, observed_kv_scales
@@ -211,17 +208,6 @@ def test_codes_are_the_trainers(
     assert compared == set(FUSED) - (only_moe if shape == "dense" else only_dense)
 
 
-def test_what_stays_in_bf16(moe: Engine) -> None:
-    state = moe.state()
-    layer = "language_model.model.layers.0."
-    for name in ("linear_attn.in_proj_ba", "mlp.gate", "mlp.shared_expert_gate"):
-        assert state[f"{layer}{name}.weight"].dtype == torch.bfloat16
-    assert state[f"{layer}linear_attn.A_log"].dtype == torch.float32
-    assert {t.dtype for name, t in state.items() if name.startswith("visual.")} == {torch.bfloat16}
-    # The state of linear attention is no KV cache.
-    assert Inventory.of(moe.model).kv_scales == frozenset()
-
-
 def test_a_refit_of_the_tower_and_of_fused_experts(moe: Engine, paths: dict[str, Path]) -> None:
     a, b = (load_tensors(paths[f"moe_{name}"]) for name in "ab")
     before, said = moe.state(), moe.greedy(PROMPTS[:4])
@@ -255,21 +241,6 @@ def with_slabs(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found[f"{block}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
         found[f"{block}.down_proj"] = torch.stack(each("down_proj"))
     return found
-
-
-def test_plain_loads_write_the_same(moe: Engine, paths: dict[str, Path]) -> None:
-    a, b = (load_tensors(paths[f"moe_{name}"]) for name in "ab")
-    before = moe.state()
-    refit(moe.llm, b.items(), expect_kv_scales=False)
-    expected = moe.state()
-    refit(moe.llm, a.items(), expect_kv_scales=False)
-    for tensors in (list(b.items()), iter(b.items())):  # by the inventory's routes, by vLLM's walk
-        moe.model.load_weights(tensors)
-        assert same_state(moe.state(), expected)
-        refit(moe.llm, a.items(), expect_kv_scales=False)
-        assert same_state(moe.state(), before)
-    moe.model.load_weights(a.items())
-    assert moe.llm.reset_prefix_cache()
 
 
 def test_fp8_codes_on_the_wire(dense: Engine, paths: dict[str, Path]) -> None:
@@ -341,17 +312,6 @@ def test_one_tensor_of_three_matrices_on_two_ranks(dense: Engine, rank: int) -> 
         batch.run()
         assert same_bits(storage[0], expected.codes)
         assert same_bits(storage[1], expected.scale_inv)
-
-
-def test_the_table_names_what_vllm_packs(moe: Engine) -> None:
-    linears = [
-        (name.partition(".layers.")[2].partition(".")[2], module)
-        for name, module in moe.model.named_modules()
-        if "linear_attn." in name
-    ]
-    packed = {name for name, module in linears if hasattr(module, refittable._PLAIN)}
-    # A CPU without instructions for BF16 packs nothing.
-    assert packed in (set(), set(GATED_DELTA_NET.derived))
 
 
 def test_a_missing_or_unknown_tensor_is_refused(moe: Engine, paths: dict[str, Path]) -> None:

@@ -19,7 +19,7 @@ from fp8rl.errors import Fp8RLError, RefitError
 pytest.importorskip("vllm")
 from support.engine import SCALES, VOCAB, Engine, load_tensors
 from vllm_fp8rl.calibration import calibrate_kv_scales
-from vllm_fp8rl.refit import RefitSession, drop_requests, refit
+from vllm_fp8rl.refit import drop_requests, refit
 from vllm_fp8rl.refit.receiver.worker import STEPS, read_answer
 from vllm_fp8rl.refit.sender.client import Workers
 
@@ -131,21 +131,6 @@ def test_nobody_aborts_the_session_of_another(engine: Engine, weights: dict) -> 
     refit(engine.llm, items, expect_kv_scales=True)
     with pytest.raises(RefitError, match=r"takes the name of the session.*True and None"):
         call("begin", True, None)
-
-
-def test_a_refit_refused_beside_the_session_of_another_leaves_the_gate_open(
-    engine: Engine, weights: dict
-) -> None:
-    with RefitSession(engine.model, expect_kv_scales=True, name="first") as first:
-        first.load(list(weights["b"].items()))
-        with pytest.raises(RefitError, match=r"A refit was refused.*already under way"):
-            refit(engine.llm, weights["a"].items(), expect_kv_scales=True)
-        assert "add_request" not in vars(engine.llm.llm_engine)
-        with pytest.raises(RefitError, match="a refit is under way"):  # the workers' guards refuse
-            engine.greedy(PROMPTS)
-        drop_requests(engine.llm)
-    engine.llm.reset_prefix_cache()
-    assert served(engine) is not None
 
 
 def test_a_refit_refused_for_requests_in_flight_does_nothing(

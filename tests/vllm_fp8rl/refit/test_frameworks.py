@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import re
 import shlex
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 
 from fp8rl import Recipe
-from fp8rl.errors import RecipeError, RefitError, UnsupportedError
+from fp8rl.errors import RecipeError, UnsupportedError
 from support.engine import PROMPTS, SCALES, load_tensors
 from support.processes import environment
 from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.quantization import config
-from vllm_fp8rl.refit import refit, refit_from_files
+from vllm_fp8rl.refit import refit_from_files
 from vllm_fp8rl.refit.receiver.worker import has_refit_methods
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -45,20 +43,6 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
         return importlib.import_module(name)
 
     return load
-
-
-def test_trl_colocate(engine, checkpoints, tokens):
-    """trl/generation/vllm_generation.py, ``sync_weights`` without PEFT or FSDP."""
-    from transformers import AutoModelForCausalLM
-
-    policy = AutoModelForCausalLM.from_pretrained(checkpoints["b"], dtype=torch.float32)
-    llm = engine.llm
-    for name, param in policy.named_parameters():
-        llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(
-            [(name, param.data)]
-        )
-    llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens["b"]
 
 
 def test_trl_server(engine, checkpoints, tokens):
@@ -104,13 +88,6 @@ def test_verl_buckets(engine, checkpoints, tokens, example):
     assert engine.greedy(PROMPTS) == tokens["b"]
 
 
-def test_extension_has_both_sets_of_methods(example):
-    extension = example("vllm_extension").Extension
-    assert has_refit_methods("vllm_extension.Extension")
-    assert not has_refit_methods("vllm_extension.BucketExtension")
-    assert callable(extension.update_weights_from_bucket)
-
-
 def test_plain_functions_serve_where_the_slot_is_taken(other_engine, checkpoints, tokens, example):
     engine = other_engine(
         checkpoints["a"], Recipe(), worker_extension_cls="vllm_extension.BucketExtension"
@@ -132,20 +109,6 @@ def test_a_model_folder_that_asks_for_fp8(other_engine, checkpoints, tmp_path, e
     assert asked.model.model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
     assert asked.model.model.layers[1].mlp.down_proj.weight.dtype == torch.float32
     assert asked.greedy(PROMPTS) == other_engine(checkpoints["b"], recipe).greedy(PROMPTS)
-
-
-def test_overrides_of_the_model_config_ask_too(other_engine, checkpoints):
-    recipe = Recipe.from_dict({"pins": {"last": 1}, "kv_cache": {"dtype": "auto"}})
-    asks = {"quant_method": "fp8rl", "recipe": recipe.to_dict()}
-    asked = other_engine(
-        checkpoints["b"],
-        recipe,
-        quantization=None,
-        additional_config={},
-        hf_overrides={"quantization_config": asks},
-    )
-    assert asked.llm.llm_engine.vllm_config.additional_config["fp8rl"] == recipe.to_dict()
-    assert asked.model.model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
 
 
 def test_transformers_ignores_the_request(checkpoints, tmp_path, example):
@@ -255,23 +218,3 @@ def test_push_to_an_engine_with_processes_of_its_own(
     recipe = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
     (wanted,) = other_engine(checkpoints["b"], recipe).greedy([[5, 6, 7]], tokens=5)
     assert pushed == wanted
-
-
-def test_push_that_ends_too_early(engine, checkpoints, example):
-    push = example("vllm_push")
-    trainer, receiver = multiprocessing.Pipe()
-
-    def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from list(load_tensors(checkpoints["b"]).items())[:3]
-        trainer.close()  # as when its process dies
-
-    def send() -> None:
-        with pytest.raises(OSError, match="closed"):
-            push.push(trainer, stream())
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    with pytest.raises(EOFError):
-        refit(engine.llm, push.pull(receiver), expect_kv_scales=False, batch_bytes=1)
-    sender.join()
-    engine.refuses(RefitError, "half-updated")

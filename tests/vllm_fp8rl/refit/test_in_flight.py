@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fp8rl.errors import RefitError
-from support.engine import KV_SCALE, SCALES, Engine
+from support.engine import SCALES, Engine
 from support.in_flight import (
     LENGTH,
     PROMPTS,
@@ -93,14 +93,6 @@ def test_where_a_scale_grows_requests_compute_their_keys_again(engine: Engine, b
     assert not guard.cache_outdated
     found = last(one_step(engine))
     assert torch.allclose(found, next_logprobs(engine, b | GROWN, said), rtol=0, atol=1e-5)
-
-
-def test_one_scale_of_one_layer_is_enough(engine: Engine, a: Weights) -> None:
-    in_flight(engine)
-    one = dict(SCALES)
-    one["model.layers.1.self_attn.v_scale"] = torch.tensor([2 * KV_SCALE])
-    put(engine, a | one)
-    assert state_of(engine.model).guard.cache_outdated
 
 
 def test_scales_of_queries_leave_cached_codes_as_they_are(engine: Engine, a: Weights) -> None:

@@ -95,20 +95,6 @@ def test_tensors_without_a_count_of_writes():
         steady([("a", made), ("b", made[2:])])
 
 
-def test_batches_end_before_the_next_tensor_is_asked_for():
-    memory = torch.zeros(4)
-
-    def stream():
-        for number in range(3):
-            yield str(number), memory.fill_(number)
-
-    assert [float(batch[0][1][0]) for batch in batches(stream(), 1)] == [0.0, 1.0, 2.0]
-    # The tensor that does not fit into a batch is pulled before that batch is read.
-    for limit in (memory.nbytes + 1, 1 << 20):
-        items = [item for batch in batches(stream(), limit) for item in batch]
-        assert [float(tensor[0]) for _, tensor in items] == [0.0, 1.0, 2.0]
-
-
 VALUES = torch.arange(1.0, 13.0).view(3, 4)
 Sent = tuple[torch.Tensor, Callable[[], object]]
 """A tensor with the values, and what its sender does to the memory once it has given it away."""
@@ -200,28 +186,6 @@ def test_what_a_sender_does_to_memory_that_it_gave_away(memory, limit, tmp_path)
         came = dict(read())
         assert came.keys() == {"0", "1", "2"}
         assert all(torch.equal(tensor, VALUES) for tensor in came.values())
-
-
-def test_what_is_held_already_is_not_copied():
-    """``state_dict()`` of a module is an OrderedDict, whose items are of a type of their own."""
-    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    state = module.state_dict()
-    addresses = {name: tensor.data_ptr() for name, tensor in state.items()}
-    for held in (state.items(), dict(state).items(), list(state.items())):
-        for limit in (1, 1 << 20):
-            sent = dict(item for batch in batches(held, limit) for item in batch)
-            assert {name: tensor.data_ptr() for name, tensor in sent.items()} == addresses
-
-
-def test_a_negation_that_torch_has_put_off_travels():
-    lazy = torch._neg_view(VALUES)
-    imaginary = torch.complex(VALUES, VALUES).conj().imag
-    assert lazy.is_neg() and imaginary.is_neg()
-    for kind in (list, iter):
-        sent = [("lazy", lazy), ("imaginary", imaginary)]
-        for came in (load(pack(kind(sent))), dict(steady(kind(sent)))):
-            assert all(torch.equal(tensor, -VALUES) for tensor in came.values())
-            assert not any(tensor.is_neg() for tensor in came.values())
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

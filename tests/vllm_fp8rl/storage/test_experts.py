@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from fp8rl.numerics import FP8_DTYPE, Quantized, cdiv, dequantize_block, quantize_block
 from support.engine import same_bits
-from vllm_fp8rl.storage import block_grid
 from vllm_fp8rl.storage.block_grid import WriteBatch
 from vllm_fp8rl.storage.experts import (
     MATRICES,
@@ -93,30 +92,6 @@ def test_any_order_gives_the_codes_of_each_local_matrix(width, ranks, scale_form
             expected = quantize_block(part, scale_format=scale_format)
             for found, wanted in zip(held(layout, stacks, expert, slot), expected, strict=True):
                 assert same_bits(found, wanted)
-
-
-@pytest.mark.parametrize("width", [128, 192])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_batch_gives_the_same_codes_in_one_call(width, ranks, monkeypatch):
-    """All but matrices with padded columns, which are copied first."""
-    calls, quantize = [], block_grid.quantize_blocks
-    monkeypatch.setattr(
-        block_grid, "quantize_blocks", lambda *args: (calls.append(args), quantize(*args))
-    )
-    layout = layout_of(3, width, rank=ranks - 1, ranks=ranks)
-    tensors = matrices(layout, 5)
-    (one, alone), (other, together) = grids_of(layout), grids_of(layout)
-    for key, tensor in tensors.items():
-        one.load(*key, tensor)
-    calls.clear()
-    batch = WriteBatch()
-    for key, tensor in reversed(tensors.items()):
-        other.load(*key, tensor, batch)
-    batch.run()
-    assert len(calls) == (1 if width == 128 else 4)
-    assert other.complete and not other.missing()
-    for name, stack in alone.items():
-        assert same_bits(stack, together[name])
 
 
 def test_a_weight_of_a_batch_takes_the_place_of_codes_that_wait():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -151,24 +150,3 @@ def test_shards_in_any_order(engine, data):
     assert torch.equal(storage[0].view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(storage[1], expected.scale_inv)
     assert grid.complete
-
-
-def test_a_batch_is_done_in_one_call_of_the_kernels(engine, monkeypatch: pytest.MonkeyPatch):
-    """What makes it fast on a GPU: one launch a batch and shape, whatever the number of layers."""
-    from vllm_fp8rl.storage import block_grid as module
-
-    calls = []
-    quantize = module.quantize_blocks
-    monkeypatch.setattr(
-        module, "quantize_blocks", lambda jobs, *a: (calls.append(len(jobs)), quantize(jobs, *a))
-    )
-    batch = WriteBatch()
-    for _ in range(5):
-        storage = empty_storage(256, 128)
-        grid = BlockGrid("layer", lambda s=storage: s, [128, 128], 128, "fp32")
-        for start in (0, 128):
-            grid.load_source(start, torch.randn(128, 128), batch)
-    assert calls == []
-    batch.run()
-    batch.run()
-    assert calls == [10]

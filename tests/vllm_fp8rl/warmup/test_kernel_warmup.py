@@ -162,25 +162,6 @@ def test_an_engine_finds_what_two_processes_have_made_together(job: Job) -> None
     assert len(compiled(job)) == 6
 
 
-@one_layout
-def test_a_process_that_waits_for_its_engine_keeps_nobody_from_compiling(job: Job) -> None:
-    command = [sys.executable, "-m", "vllm_fp8rl.warmup.compile_kernels"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as loading:
-        assert loading.stdin is not None and loading.stdout is not None
-        loading.stdin.write(f"{json.dumps(asdict(job))}\n{json.dumps(LINEAR[0])}\n")
-        loading.stdin.flush()
-        deadline = time.monotonic() + 60
-        while not job.is_compiled(LINEAR[0]):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert run_program(job, LINEAR) == {"compiled": 3, "error": None}
-        loading.stdin.write(f"{json.dumps(LINEAR[1])}\n")
-        loading.stdin.close()
-        assert json.loads(loading.stdout.read()) == {"compiled": 3, "error": None}
-
-
 def test_a_compiler_that_hangs_is_ended_with_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,21 +220,6 @@ def test_a_failure_is_a_warning_and_leaves_no_kernel(
     assert kernels(job) == []
     assert not job.is_compiled(Shape(256, 128, 1024))
     assert not list(Path(job.cache).glob("tmp/*"))
-
-
-def test_no_process_is_a_warning(
-    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refused(*args: object, **kwargs: object) -> None:
-        raise OSError("Cannot allocate memory")
-
-    monkeypatch.setattr(subprocess, "Popen", refused)
-    warmup = KernelWarmup(1024, lambda: job)
-    with caplog.at_level(logging.WARNING, "vllm.fp8rl"):
-        warmup.add(256, 512)
-        warmup.add(512, 256)
-    assert warmup.join(0)
-    assert len(caplog.records) == 1 and "cannot be started (Cannot allocate" in caplog.text
 
 
 def test_no_job_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -316,10 +282,3 @@ def test_the_compiler_is_found_as_deep_gemm_finds_it(tmp_path: Path) -> None:
     assert find_nvcc(home) == tmp_path / "cuda/bin/nvcc"
     assert find_nvcc(named) == tmp_path / "named"
     assert find_nvcc(home | {"CUDA_HOME": str(tmp_path)}) is None
-
-
-@pytest.mark.parametrize(
-    ("cores", "compilers"), [(1, 1), (4, 4), (8, 8), (12, 8), (16, 8), (64, 32)]
-)
-def test_many_cores_are_shared_with_torch_compile(cores: int, compilers: int) -> None:
-    assert program.compilers_at_once(cores) == compilers

@@ -87,16 +87,6 @@ def test_compiled_code_has_one_operation_for_the_product(monkeypatch: pytest.Mon
     ]
 
 
-def test_it_is_what_torch_compile_takes_it_for() -> None:
-    x, weight = tensors(5)
-    # Without "test_schema", which has no CPU kernel for FP8.
-    torch.library.opcheck(
-        torch.ops.fp8rl.deep_gemm.default,
-        (*quantize(x, False), *weight, False),
-        test_utils=("test_faketensor", "test_aot_dispatch_dynamic"),
-    )
-
-
 @pytest.mark.parametrize("backend", ["cutlass", "triton"])
 def test_other_kernels_get_scales_without_padding(
     monkeypatch: pytest.MonkeyPatch, backend: str

@@ -214,33 +214,6 @@ def test_compiled_it_is_one_kernel_and_reads_the_rounded_norm(tmp_path: Path) ->
     assert answer(run_forked(script, timeout=300, **variables)) == [1, 1, True, True]
 
 
-def test_modules_of_other_engines_stay(config: VllmConfig) -> None:
-    """Also while a build of an engine of fp8rl has broken off, so that nobody has closed it."""
-    fp8rl = engine()
-    recipe = Recipe(rope_dtype="float32")
-    replacement = ModuleReplacement(fp8rl, recipe)
-    try:
-        plain = torch.nn.Module()
-        plain.rotary_emb = rope({})  # type: ignore[assignment]
-        assert type(plain.rotary_emb) is RotaryEmbedding
-        fp8rl.quant_config = config.quant_config = object()
-        layers = [torch.nn.Module() for _ in range(2)]
-        for layer in layers:
-            layer.rotary_emb = rope({})
-        assert layers[0].rotary_emb is layers[1].rotary_emb
-        assert isinstance(layers[0].rotary_emb, Float32Rotary)
-        layers[1].rotary_emb = layers[0].rotary_emb
-        assert layers[1].rotary_emb is layers[0].rotary_emb
-    finally:
-        replacement.close()
-    replacement.close()
-    assert not torch_module._global_module_registration_hooks
-    assert type(rope({})) is RotaryEmbedding
-    later = torch.nn.Module()
-    later.rotary_emb = rope({})  # type: ignore[assignment]
-    assert type(later.rotary_emb) is RotaryEmbedding
-
-
 def test_towers_keep_the_table_that_they_read(
     config: VllmConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,17 +231,6 @@ def test_towers_keep_the_table_that_they_read(
     found = find_spec("vllm.model_executor.models.qwen3_vl")  # an import would need torchvision
     assert found is not None and found.origin is not None
     assert "self.rotary_pos_emb = get_rope(" in Path(found.origin).read_text(encoding="utf-8")
-
-
-def test_without_the_key_nothing_is_replaced() -> None:
-    ModuleReplacement(engine(), Recipe())
-    assert not torch_module._global_module_registration_hooks
-
-
-def test_a_key_that_changes_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    replacement = ModuleReplacement(engine(), Recipe(rope_dtype="float32"))
-    replacement.close()
-    assert "rope_dtype 'float32' changed nothing" in caplog.text
 
 
 def rotary_modules(engine: Engine) -> set[type]:

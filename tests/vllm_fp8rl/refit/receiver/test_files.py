@@ -301,17 +301,3 @@ def test_a_file_that_is_cut_off_ends_no_process(tmp_path):
     done = run_code(CUT, path)
     assert done.returncode == 0, done.stderr
     assert f"'{path}' was cut off while it was read" in done.stdout
-
-
-def test_no_descriptor_is_left_behind(engine: Engine, checkpoints):
-    def count() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    refit_from_files(engine.llm, str(checkpoints["a"]), expect_kv_scales=False)
-    before = count()
-    for _ in range(3):
-        refit_from_files(engine.llm, str(checkpoints["a"]), expect_kv_scales=False)
-        with pytest.raises(RefitError):
-            refit_from_files(engine.llm, "/dev/null", expect_kv_scales=False)
-    assert count() == before
-    assert same(load_tensors(checkpoints["a"]), dict(read_files(checkpoints["a"])))

@@ -35,18 +35,6 @@ def test_there_and_back(engine, a, b, tokens):
     assert report.parameters == 3 + LAYERS * 8
 
 
-def test_process_weights_after_loading_changes_nothing(engine, tokens):
-    before = engine.pointers()
-    for module in engine.model.modules():
-        method = getattr(module, "quant_method", None)
-        if method is not None:
-            method.process_weights_after_loading(module)
-            method.process_weights_after_loading(module)
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens["a"]
-    assert engine.pointers() == before
-
-
 def test_live_codes_are_those_of_the_contract(engine, a):
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}"

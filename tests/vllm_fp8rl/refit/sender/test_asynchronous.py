@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -256,14 +255,6 @@ def refit_of(engine: Any) -> Any:
     return refit_async_from_files(engine, "folder", expect_kv_scales=False)
 
 
-def test_two_engines_of_one_config_refit_at_the_same_time(two):
-    async def together() -> None:
-        await asyncio.gather(*map(refit_of, two))
-
-    asyncio.run(together())
-    assert not any(engine.paused for engine in two)
-
-
 def test_a_failed_refit_of_one_engine_outlives_a_complete_one_of_the_other(two):
     one, other = two
     one.breaks_off = True
@@ -285,14 +276,3 @@ def test_a_vllm_that_takes_requests_elsewhere_is_refused_by_name(two, monkeypatc
     with pytest.raises(UnsupportedError, match=r"patches '.*AsyncLLM\.generate', which this vLLM"):
         asyncio.run(refit_of(two[0]))
     assert not two[0].paused
-
-
-def test_a_config_does_not_keep_engines_alive(two):
-    changes = two[0].vllm_config.quant_config.changes
-    for engine in two:
-        asyncio.run(refit_of(engine))
-    assert len(changes) == 2
-    del engine
-    two.clear()
-    gc.collect()
-    assert len(changes) == 0
