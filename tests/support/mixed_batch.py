@@ -30,6 +30,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 CLOSE = 0.02 if os.environ.get("TRITON_INTERPRET") == "1" else 0.006
 """Relative error of INT8's batches: Triton's interpreter truncates to bfloat16."""
+_HOPPER = "vllm_fp8rl.attention.hopper"
 _FLASH = "vllm_fp8rl.attention.fp8"
 _INT8 = "vllm_fp8rl.attention.int8"
 
@@ -128,17 +129,17 @@ class Batch:
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                builder.__base__, "build", lambda _, prefix, common, fast: _stock(kind, common)
+                builder.__bases__[-1], "build", lambda _, prefix, common, fast: _stock(kind, common)
             )
             return made.build(0, self.common)
 
     def _impl(self, kind: type) -> Any:
         """An implementation of fp8rl without its constructor, which asks for an engine."""
-        flash = "vllm_fp8rl.attention.fp8"  # imported by now, over stand-ins without a GPU
         impl: Any = object.__new__(kind)
         impl.num_heads, impl.num_kv_heads, impl.head_size = self.heads, self.kv_heads, self.size
         impl.scale = self.size**-0.5
-        impl._attend_batch = partial(sys.modules[flash].attend_batch, processors=132)
+        hopper = sys.modules[_HOPPER]  # imported by now, over stand-ins without a GPU
+        impl._attend_batch = partial(hopper.attend_batch, processors=132)
         return impl
 
     def expected(self) -> torch.Tensor:
@@ -244,7 +245,7 @@ def _load(path: str) -> Iterator[Any]:
                     setattr(module, function.__name__, function)
                 patch.setitem(sys.modules, f"vllm_fp8rl.attention.{name}", module)
         yield import_module(path)
-        for name in {_FLASH, path}:
+        for name in (_HOPPER, path):
             del sys.modules[name]
 
 

@@ -41,7 +41,7 @@ class ExactAttention:
         v_scale: torch.Tensor | None,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute attention of a batch, as ``vllm_fp8rl.attention.fp8.attend_batch``.
+        """Compute attention of a batch, as ``vllm_fp8rl.attention.hopper.attend_batch``.
 
         Over a cache in bfloat16 the scales are None.
         """

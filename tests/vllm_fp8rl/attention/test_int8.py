@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from fp8rl.errors import UnsupportedError
 from support.mixed_batch import BATCHES, CLOSE, Int8Batch, load_int8
@@ -96,7 +96,7 @@ def test_engines_that_are_served(
     )
     assert int8._serves(engine) is expected
     support = int8.Fp8RLTritonMetadataBuilder.get_cudagraph_support(engine, None)
-    kinds = int8.AttentionCGSupport
+    kinds = AttentionCGSupport
     assert support == (kinds.UNIFORM_SINGLE_TOKEN_DECODE if expected else kinds.ALWAYS)
 
 
