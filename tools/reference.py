@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel
+from typer.main import get_command
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.cli import build_app
@@ -299,12 +300,15 @@ def _plain(doc: str) -> str:
 
 def _commands() -> list[tuple[str, ...]]:
     """The first line of each command's help; ``--help`` has the rest."""
-    rows = []
-    for command in build_app(PluginManager()).registered_commands:
-        name = command.name or command.callback.__name__
-        help_text = command.help or inspect.getdoc(command.callback) or ""
-        rows.append((f"`fp8rl {name}`", help_text.split("\n")[0].removesuffix(".")))
-    return sorted(rows)
+    rows = _commands_of(get_command(build_app(PluginManager())), "fp8rl")
+    return sorted(rows, key=lambda row: row[0].strip("`"))
+
+
+def _commands_of(group: Any, path: str) -> Iterable[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        yield f"`{path} {name}`", (command.help or "").split("\n")[0].removesuffix(".")
+        if hasattr(command, "commands"):
+            yield from _commands_of(command, f"{path} {name}")
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:

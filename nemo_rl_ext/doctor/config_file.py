@@ -99,9 +99,7 @@ def _read(file: Path, children: tuple[Path, ...]) -> str:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         remedy = (
-            f"correct the 'defaults' of '{children[-1]}'"
-            if children
-            else "give the path of a YAML to --config"
+            f"correct the 'defaults' of '{children[-1]}'" if children else "give the path of a YAML"
         )
         raise OptionError(f"'{printable(str(file))}' cannot be read ({why}); {remedy}.") from None
     data = parse_yaml(text, f"'{file}'", block="fp8rl")

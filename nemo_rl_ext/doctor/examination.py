@@ -97,7 +97,7 @@ def diagnose() -> Diagnosis:
     if package is None:
         problem = (
             "NeMo RL is not installed here; run this in the environment of its driver, or give "
-            "--source with a checkout, and --config."
+            "a config and --source with a checkout."
         )
         return Diagnosis(None, (KNOWN,), problems=(problem,))
     found = look_at(package)
@@ -107,7 +107,7 @@ def diagnose() -> Diagnosis:
         (KNOWN,),
         {
             "patches": f"{fit} of {len(found.patches)} fit",
-            "config": "not looked at; give --config X.yaml",
+            "config": "not looked at; give X.yaml",
         },
         found.problems,
     )

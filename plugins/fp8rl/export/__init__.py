@@ -7,14 +7,10 @@ format of DeepSeek-V3's checkpoints), KV scales, and a ``quantization_config``. 
 those that an engine with fp8rl makes of the same weights by the same recipe.
 """
 
-from fp8rl.export.plan import (
-    Export,
-    check_device,
-    left_alone,
-    plan_export,
-    wire_scale_name,
-    write_export,
-)
+from fp8rl.export.format import Export, left_alone
+from fp8rl.export.plan import check_device, plan_export
+from fp8rl.export.scales import wire_scale_name
+from fp8rl.export.write import write_export
 
 __all__ = [
     "Export",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fp8rl.errors import PluginError
 from fp8rl.recipe import Recipe
 
 
@@ -39,7 +40,7 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class ConfigRequest:
-    """A config that ``fp8rl doctor ENGINE --config`` is asked about."""
+    """A config that ``fp8rl doctor ENGINE CONFIG`` is asked about."""
 
     file: Path
     source: Path | None = None
@@ -75,7 +76,14 @@ class Compared:
 
 @dataclass(frozen=True)
 class EngineAdapter:
-    """An engine and how to look at it without starting it."""
+    """An engine and how to look at it without starting it.
+
+    ``fp8rl doctor`` has a subcommand of its ``name``. It takes the config of a run where the engine
+    has ``examine_config``, else the folder of a model.
+
+    Raises:
+        PluginError: ``examine`` and ``examine_config`` are both given.
+    """
 
     name: str
     diagnose: Callable[[], Diagnosis]
@@ -88,7 +96,8 @@ class EngineAdapter:
     the run is in ``problems``; a ``Fp8RLError`` says why nothing can be told."""
     examine_environments: Callable[[Path | None], Diagnosis] | None = None
     """Describe fp8rl in all interpreters of the engine on this machine, given a checkout of the
-    engine or None. An interpreter that lacks it is in ``problems``."""
+    engine or None. An interpreter that lacks it is in ``problems``. It is the subcommand
+    ``NAME-environments`` of the doctor."""
     recipe_of: Callable[[Path], Recipe] | None = None
     """Read the recipe of the rollouts from a config of the engine."""
     check_export: Callable[[Path, Path, Recipe], Diagnosis] | None = None
@@ -100,3 +109,10 @@ class EngineAdapter:
     replay_exact: Callable[[ExactRequest], list[Compared]] | None = None
     """Give the modules of the trainer the inputs that were written down, in the order of the model;
     the last row is the log-probabilities of the sampled tokens, end to end."""
+
+    def __post_init__(self) -> None:
+        if self.examine is not None and self.examine_config is not None:
+            raise PluginError(
+                f"The adapter of engine '{self.name}' has examine and examine_config, but "
+                f"'fp8rl doctor {self.name}' takes a model or a config; leave one out."
+            )

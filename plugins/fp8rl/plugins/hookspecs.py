@@ -72,7 +72,10 @@ def register_is_correctors() -> Mapping[str, Callable]:
 
 @hookspec
 def register_engine_adapters() -> Sequence[EngineAdapter]:
-    """Return the engines that the package serves, for ``fp8rl doctor``."""
+    """Return the engines that the package serves, each a subcommand of ``fp8rl doctor``.
+
+    It is called at the start of every command, so it must not import the engine.
+    """
 
 
 @hookspec

@@ -1,4 +1,4 @@
-"""``fp8rl doctor nemo-rl --environments``, with virtual environments laid out as NeMo RL does."""
+"""``fp8rl doctor nemo-rl-environments``, with virtual environments laid out as NeMo RL does."""
 
 from __future__ import annotations
 
@@ -264,18 +264,19 @@ def test_workers_in_the_drivers_environment_need_none_of_their_own(
 
 
 def doctor(*arguments: str) -> Any:
-    arguments = ("doctor", *arguments, "--environments")
-    return CliRunner().invoke(build_app(PluginManager()), arguments)
+    return CliRunner().invoke(
+        build_app(PluginManager()), ("doctor", "nemo-rl-environments", *arguments)
+    )
 
 
 def test_the_exit_code(tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environments.VENVS, str(tmp_path))
     make(tmp_path / VLLM, AS_THE_DRIVER)
-    result = doctor("nemo-rl", "--source", str(checkout))
+    result = doctor("--source", str(checkout))
     assert result.exit_code == 0, result.output
     assert "fp8rl in each environment" in result.stdout
     make(tmp_path / MEGATRON)
-    result = doctor("nemo-rl", "--source", str(checkout))
+    result = doctor("--source", str(checkout))
     assert result.exit_code == 1
     assert "Problem: MegatronPolicyWorker (" in result.stdout
 
@@ -283,14 +284,8 @@ def test_the_exit_code(tmp_path: Path, checkout: Path, monkeypatch: pytest.Monke
 def test_nothing_can_be_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Exit code 2: these errors reach ``main``."""
     monkeypatch.setattr(environments, "installed_package", lambda: None)
-    error = doctor("nemo-rl").exception
+    error = doctor().exception
     assert isinstance(error, UnsupportedError)
     assert "run this in its driver's environment, give --source with a checkout of it" in str(error)
-    error = doctor("nemo-rl", "--source", str(tmp_path)).exception
+    error = doctor("--source", str(tmp_path)).exception
     assert isinstance(error, OptionError) and "is no checkout of NeMo RL" in str(error)
-    for arguments in ((), ("vllm",)):
-        error = doctor(*arguments).exception
-        assert isinstance(error, OptionError)
-        assert "--environments needs an engine that has several (nemo-rl)" in str(error)
-    error = doctor("nemo-rl", "--tp", "2").exception
-    assert isinstance(error, OptionError) and "leave out the other options" in str(error)

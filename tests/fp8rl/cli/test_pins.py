@@ -1,0 +1,221 @@
+"""``fp8rl pins``: which modules of a model are in FP8, and why."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fp8rl.errors import OptionError, PinError
+from support.command import engines, run, run_main, table_rows
+
+
+def test_pins_are_resolved():
+    recipe = '{"pins": {"last": 1, "names": ["*.0.mlp.down_proj"]}}'
+    result = run(engines(), "pins", "--recipe", recipe, "--layers", "5")
+    assert result.exit_code == 0, result.output
+    every = "qkv_proj, o_proj, gate_up_proj, down_proj"
+    rows = table_rows(result.stdout)
+    assert rows["0"] == (every.removesuffix(", down_proj"), "down_proj (names: *.0.mlp.down_proj)")
+    assert rows["1-3"] == (every, "")
+    assert rows["4"] == ("", ", ".join(f"{kind} (last: 1)" for kind in every.split(", ")))
+    assert rows["outside"][0] == ""
+    assert "lm_head (always: lm_head)" in rows["outside"][1]
+    assert "27 of 35 linear modules in FP8" in result.stdout
+
+
+def test_pins_with_pins_of_plugins(install, monkeypatch, capsys):
+    code = "from fp8rl import hookimpl\nfrom fp8rl.recipe import Pins\n@hookimpl\n"
+    install(code + "def register_pins(module_names): return Pins(first=1)", name="pinner")
+    code, out, _ = run_main(monkeypatch, capsys, "pins", "--layers", "2")
+    assert "o_proj (first: 1)" in table_rows(out)["0"][1]
+
+
+def test_a_pin_that_matches_nothing():
+    result = run(engines(), "pins", "--recipe", '{"pins": {"layers": [7]}}', "--layers", "5")
+    assert isinstance(result.exception, PinError)
+
+
+def moe_names() -> list[str]:
+    names = [f"model.layers.{i}.mlp.experts.0.{p}_proj" for i in (10, 2) for p in ("up", "gate")]
+    return [*names, "model.layers.2.mlp.gate", "lm_head"]
+
+
+def write_model(folder, kind: str) -> None:
+    tensors = [f"{name}.weight" for name in moe_names()] + ["model.layers.2.self_attn.q_proj.bias"]
+    file = "model.safetensors" if kind == "single" else "x.safetensors"
+    save_file({name: torch.zeros(1) for name in tensors}, folder / file)
+    if kind == "index":
+        index = {"weight_map": dict.fromkeys(tensors, file)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("kind", ["index", "single"])
+def test_pins_takes_names_from_the_weights(tmp_path, kind):
+    write_model(tmp_path, kind)
+    result = run(engines(), "pins", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    rows = table_rows(result.stdout)
+    assert list(rows) == ["outside", "2", "10"]
+    assert rows["10"] == ("experts", "")
+    assert rows["2"] == ("experts", "router (always: router)")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_pins_takes_the_layers_from_the_config(tmp_path, nested):
+    config = {"num_hidden_layers": 4}
+    config = {"text_config": config} if nested else config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run(engines(), "pins", str(tmp_path), "--recipe", '{"pins":{"first":1}}')
+    assert {"outside", "0", "1-3"} == set(table_rows(result.stdout))
+
+
+def test_pins_knows_the_names_of_a_mixture_by_its_config(tmp_path):
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 2}
+    config |= {"mlp_only_layers": [1], "decoder_sparse_step": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run(engines(), "pins", str(tmp_path))
+    rows = table_rows(result.stdout)
+    assert rows["0-2"] == ("qkv_proj, o_proj, gate_up_proj, down_proj", "")
+    assert rows["3"] == ("qkv_proj, o_proj, experts", "router (always: router)")
+
+
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+MIXTURE = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 2}
+
+
+def stored(header: object, data: bytes = b"", length: int | None = None) -> bytes:
+    """A safetensors file with this header, whatever it is."""
+    text = json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def row(*offsets: int) -> dict:
+    return {"a.weight": {"dtype": "F32", "shape": [1], "data_offsets": list(offsets)}}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (None, None, "config.json' cannot be read (No such file or directory); give the folder of"),
+        (CONFIG, "{", "config.json is not valid JSON: Expecting property name"),
+        (CONFIG, "", "config.json is not valid JSON: Expecting value"),
+        (CONFIG, b"\xff\xfe\x00", "config.json' is not UTF-8 text ('utf-8' codec"),
+        (CONFIG, "[" * 20000, "config.json is not valid JSON: it is nested too deeply"),
+        (CONFIG, "9" * 5000, "config.json is not valid JSON: Exceeds the limit"),
+        (CONFIG, [1, 2], "config.json' holds a list, not a JSON object; correct it."),
+        (CONFIG, None, "config.json' holds a NoneType, not a JSON object"),
+        (CONFIG, {}, "config.json' has no key 'num_hidden_layers'; correct it"),
+        (CONFIG, {"text_config": {"a": 1}}, "config.json' has no key 'num_hidden_layers'"),
+        (CONFIG, {"text_config": [1]}, "config.json': the model's text_config is [1]; correct it"),
+        (
+            CONFIG,
+            {"model_type": ["x"]},
+            "config.json': the model's model_type is ['x']; correct it",
+        ),
+        (
+            CONFIG,
+            {"text_config": {"model_type": 3}},
+            "config.json': the model's text_config.model_type is 3; correct it to a name",
+        ),
+        *(
+            (
+                CONFIG,
+                {"num_hidden_layers": value},
+                f"num_hidden_layers is {shown}; correct it to an",
+            )
+            for value, shown in [
+                (-3, "-3"),
+                (0, "0"),
+                (True, "True"),
+                (2.0, "2.0"),
+                ("2", "'2'"),
+                (None, "None"),
+                ([2], "[2]"),
+                (10**12, "1000000000000"),
+            ]
+        ),
+        (
+            CONFIG,
+            {"num_hidden_layers": 2, "num_experts": 8},
+            "has no weights to take its module names from",
+        ),
+        (CONFIG, MIXTURE | {"num_experts": 0}, "num_experts is 0; correct it"),
+        (
+            CONFIG,
+            MIXTURE | {"num_hidden_layers": 9000, "num_experts": 9000},
+            "number of experts in all layers is 81000000; correct it to an integer from 1 to",
+        ),
+        (CONFIG, MIXTURE | {"num_local_experts": "8"}, "num_local_experts is '8'; correct it"),
+        (CONFIG, MIXTURE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; correct it"),
+        (CONFIG, MIXTURE | {"mlp_only_layers": 1}, "mlp_only_layers is 1; correct it to a list"),
+        (
+            CONFIG,
+            {**MIXTURE, "num_experts": 2, "model_type": "x"},
+            "has no weights to take its module names from",
+        ),
+        (INDEX, "{", "index.json is not valid JSON"),
+        (INDEX, [], "index.json' holds a list"),
+        (INDEX, {}, "index.json' has no weight_map from tensors to files; download"),
+        (INDEX, {"weight_map": []}, "index.json' has no weight_map from tensors to files"),
+        (INDEX, {"weight_map": {"a.weight": 3}}, "index.json' has no weight_map from tensors to"),
+        (INDEX, {"weight_map": {}}, "' holds no weight; download the model again."),
+        (INDEX, {"weight_map": {"a.weight": "b"}}, "index.json' names 'b', which is not there"),
+        (INDEX, {"weight_map": {"a.weight": "."}}, "names '.', which is no name of a file in its"),
+        (INDEX, {"weight_map": {"a.weight": "../b"}}, "names '../b', which is no name of a file"),
+        (INDEX, {"weight_map": {"a.weight": "/etc/b"}}, "names '/etc/b', which is no name of a f"),
+        (INDEX, '{"weight_map": {"a": "b", "a": "c"}}', "index.json.weight_map.a' is given twice"),
+        (INDEX, {"weight_map": {"a.bias": INDEX}}, "' holds no weight; download the model again."),
+        (WEIGHTS, "", "model.safetensors' is no whole safetensors file ("),
+        (WEIGHTS, "version https://git-lfs.github.com/spec/v1", "is no whole safetensors file ("),
+        (WEIGHTS, stored({}, length=2**63), "is no whole safetensors file ("),
+        (WEIGHTS, stored({}, length=100), "is no whole safetensors file ("),
+        (WEIGHTS, stored([]), "is no whole safetensors file ("),
+        (WEIGHTS, stored({"a.weight": {}}), "is no whole safetensors file ("),
+        (WEIGHTS, stored(row(0, 4), b"\0" * 3), "is no whole safetensors file ("),
+        (WEIGHTS, stored({}), "' holds no weight; download the model again."),
+    ],
+)
+def test_pins_with_a_bad_model_folder(tmp_path, monkeypatch, capsys, file, content, message):
+    if file is not None:
+        if isinstance(content, str):
+            content = content.encode()
+        elif not isinstance(content, bytes):
+            content = json.dumps(content).encode()
+        (tmp_path / file).write_bytes(content)
+    code, out, err = run_main(monkeypatch, capsys, "pins", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("Error: ") and err.count("\n") == 1 and err.count(str(tmp_path)) == 1
+
+
+def test_pins_with_a_model_that_is_no_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("{}")
+    (tmp_path / "folder" / CONFIG).mkdir(parents=True)
+    for model, message in [
+        ("file", "file/config.json' cannot be read (Not a directory); give the folder of"),
+        ("nowhere", "nowhere/config.json' cannot be read (No such file or directory); give"),
+        ("folder", "folder/config.json' cannot be read (Is a directory); give the folder"),
+        ("x" * 300, "cannot be read (File name too long); give the folder"),
+    ]:
+        code, out, err = run_main(monkeypatch, capsys, "pins", str(tmp_path / model))
+        assert (code, out) == (2, "")
+        assert message in err and err.count("\n") == 1
+
+
+def test_pins_takes_odd_names_as_they_are(tmp_path):
+    for name in ("model.layers.²x.²٣", "model.layers.0.[/red]"):
+        save_file({f"{name}.weight": torch.zeros(1)}, tmp_path / WEIGHTS)
+        recipe = '{"pins": {"names": ["model.*"]}}'
+        result = run(engines(), "pins", str(tmp_path), "--recipe", recipe)
+        assert result.exit_code == 0, result.exception
+        assert name in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [(), ("model", "--layers", "2")])
+def test_one_size_is_wanted(arguments):
+    result = run(engines(), "pins", *arguments)
+    assert isinstance(result.exception, OptionError)
+    assert "either the folder of a model or --layers" in str(result.exception)
