@@ -92,7 +92,7 @@ def test_an_engine_on_a_gpu_sets_them(experts, adapters, rollout, offered, tmp_p
         str(path), dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True, max_model_len=64
     ).create_engine_config()
     monkeypatch.setattr(made.device_config, "device_type", "cuda")
-    monkeypatch.setattr(config, "_probe", lambda engine: None)  # of a GPU's internals
+    monkeypatch.setattr(config, "_probe", lambda *model: None)  # of a GPU's internals
     monkeypatch.setattr(config, "_check_adapters", lambda engine: None)
     # It watches the modules that are built next, which here are another test's.
     monkeypatch.setattr(config, "_replacement", lambda engine, recipe: None)
