@@ -18,6 +18,7 @@ from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import Quantized, quantize_block
 from fp8rl.recipe import Pins
 from megatron_fp8rl import Conversion, conversion_of, convert, precision_file, weight_codes_hf
+from megatron_fp8rl import conversion as conversion_module
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.layers.linear import Fp8ColumnParallelLinear, Fp8Module, Fp8RowParallelLinear
 from megatron_fp8rl.layers.linear_modules import sites
@@ -353,6 +354,27 @@ def test_chunks_that_handles_share():
         conversion_of(second).close()
         if "kinds" in pins:
             conversion_of(first).close()
+
+
+@pytest.mark.parametrize("calls", [0, 1, 5])
+def test_an_interrupt_leaves_a_model_that_can_be_converted(calls, monkeypatch):
+    gpt, ids = _gpt(), tokens(batch=4)
+    bf16 = losses(gpt, ids)
+    looked_up = conversion_module.fp8_classes
+    left = [8 + calls]  # each module is looked up when it is checked and when it is swapped
+
+    def interrupted() -> dict[type, Any]:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return looked_up()
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(conversion_module, "fp8_classes", interrupted)
+        convert_alone(gpt)
+    assert not any(isinstance(m, Fp8Module) for m in gpt.modules())
+    assert torch.equal(losses(gpt, ids), bf16)
+    assert len(convert_alone(gpt).modules) == 8
 
 
 # ---- codes

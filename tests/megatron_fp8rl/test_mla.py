@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block
 from megatron_fp8rl import convert, weight_codes_hf
+from megatron_fp8rl.compat import without_query_norm
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
 from megatron_fp8rl.kv.observers import QKVObserver
 from support.megatron import convert_alone, hf_gpt, logprobs, prompts
@@ -140,6 +143,35 @@ def test_only_vectors_and_the_ragged_latents_travel_without_codes(mcore, paths, 
     kept |= {f"model.layers.{i}.mlp.gate.weight" for i in (1, 2)}
     kept |= {f"model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight" for i in range(3)}
     assert plain == kept | {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+def test_a_region_without_the_norm_of_queries(monkeypatch):
+    """Megatron-LM 0.20 makes it; elsewhere nothing is changed."""
+
+    class Resolver:
+        linear_impl = "linear"
+
+        def _mla_fused_linear_or_default(self, module_spec, module_name):
+            return f"norm and {module_name}"
+
+    module = ModuleType("megatron.core.transformer.mla_qk_norm_config")
+    module.QKNormConfigResolver = Resolver  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def made() -> list[str]:
+        choose = Resolver()._mla_fused_linear_or_default
+        return [choose(None, "linear_q_proj"), choose(None, "linear_kv_up_proj")]
+
+    before = made()
+    with without_query_norm():
+        assert made() == ["linear", before[1]]
+    assert made() == before
+    del Resolver._mla_fused_linear_or_default
+    with without_query_norm():
+        assert not hasattr(Resolver, "_mla_fused_linear_or_default")
+    monkeypatch.setitem(sys.modules, module.__name__, None)
+    with without_query_norm():
+        pass
 
 
 def test_what_is_refused(mcore, paths):

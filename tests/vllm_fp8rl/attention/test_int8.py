@@ -100,6 +100,25 @@ def test_engines_that_are_served(
     assert support == (kinds.UNIFORM_SINGLE_TOKEN_DECODE if expected else kinds.ALWAYS)
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_batches_are_split_where_a_layer_is_served(
+    int8, monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    """``Builder.__init__`` of vLLM is replaced by what it sets."""
+
+    def init(builder: Any) -> None:
+        layer = SimpleNamespace(impl=SimpleNamespace(ours=ours))
+        forward = SimpleNamespace(static_forward_context={"a": layer})
+        builder.vllm_config = SimpleNamespace(compilation_config=forward)
+        builder.layer_names, builder.reorder_batch_threshold = ["a"], None
+
+    monkeypatch.setattr(int8.TritonAttentionMetadataBuilder, "__init__", init)
+    monkeypatch.setattr(int8, "_serves", lambda engine: True)
+    builder = int8.Fp8RLTritonMetadataBuilder()
+    assert builder._splits_batches is ours
+    assert builder.reorder_batch_threshold == (1 if ours else None)
+
+
 def test_results_that_depend_on_no_batch_are_left_to_vllm(
     int8, monkeypatch: pytest.MonkeyPatch
 ) -> None:

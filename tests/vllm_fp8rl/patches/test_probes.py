@@ -17,6 +17,7 @@ from fp8rl import ModelSpec, Recipe
 from fp8rl.errors import UnsupportedError
 from support.engine import PROMPTS, Engine
 from vllm_fp8rl import compat
+from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.patches.ledger import LEDGER
 from vllm_fp8rl.patches.probes import (
     PROBES,
@@ -184,10 +185,8 @@ def test_an_untested_vllm_with_an_unrelated_change_runs_and_warns_once(
     monkeypatch.setattr(EngineCore, "is_scheduler_paused", with_an_option)
     monkeypatch.setattr(compat, "installed_version", lambda: "0.99.0+cpu")
     started = other_engine(checkpoints["a"], Recipe())
-    engine = started.llm.llm_engine.vllm_config
-    _probe(
-        engine, ModelSpec.of(engine.model_config.hf_config)
-    )  # as another engine of this process does
+    spec = state_of(started.model).spec
+    _probe(started.llm.llm_engine.vllm_config, spec)  # as another engine of this process does
     assert len(started.greedy(PROMPTS)[0]) == 12
     (warning,) = (text for text in messages if "was not tested" in text)
     assert "vLLM 0.99.0+cpu was not tested with fp8rl on a CPU; 0.25.1, " in warning
@@ -260,6 +259,16 @@ def test_an_error_with_an_untested_vllm_is_logged(
     (warning,) = messages
     assert warning.startswith("There is no quantization='fp8rl' with vLLM 0.99.0 (")
     assert not quantizations
+
+
+def test_an_import_that_fails_is_logged(
+    monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", None)
+    vllm_fp8rl.register()
+    (warning,) = messages
+    assert warning.startswith("There is no quantization='fp8rl' with vLLM ")
+    assert "install a tested release" in warning
 
 
 @pytest.mark.parametrize("shape", [(6, 2, 16, 3, 8), (6, 3, 16, 16)], ids=["0.25.1", "0.26.0"])

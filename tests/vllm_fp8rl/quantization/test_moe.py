@@ -206,6 +206,17 @@ def test_vllms_own_reload_and_any_number_of_processings(moe, tokens, b: Tensors,
     assert all(torch.equal(held[name], found) for name, found in bytes_of(moe).items())
 
 
+def test_dummy_weights_then_a_refit(moe_engine, paths, tokens, b: Tensors) -> None:
+    engine = moe_engine(paths["a"], RECIPE, load_format="dummy")
+    layer = experts_of(engine)
+    assert (layer.w2_weight_scale_inv > 0).all() and (layer.w13_weight_scale_inv > 0).all()
+    assert layer.w2_weight.float().abs().sum() > 0
+    assert not layer.w2_weight[:, :, WIDTH:].view(torch.uint8).any()
+    assert not layer.w13_weight[:, WIDTH:256].view(torch.uint8).any()
+    give(engine, b)
+    assert engine.greedy(SHORT) == tokens["b"]
+
+
 def test_pinned_experts_are_refitted_too(
     moe_engine, shared_engine, paths, a: Tensors, b: Tensors
 ) -> None:
