@@ -331,22 +331,6 @@ def test_runs_side_by_side_have_tmp_shared_memory_and_ports_of_their_own(
     assert not Path("/dev/shm", name).exists() and not Path("/tmp", name).exists()
 
 
-def test_runs_side_by_side_that_fail_are_counted(
-    tmp_path: Path, load: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = load("nemo_rl_side_by_side")
-    script = tmp_path / "script.py"
-    script.write_text("import sys\nprint(sys.argv[1:])\nsys.exit('fp8rl:2' in sys.argv)\n")
-    monkeypatch.setattr(program, "HERE", script)
-    monkeypatch.setattr(program, "UNSHARE", ())
-    out = tmp_path / "out"
-    runs = ["bf16:1", "fp8rl:2"]
-    given = Namespace(folder=out, runs=runs, apart=0.0, arguments=["--limit", "5"])
-    assert program.run_all(given) == 1
-    told = ["--inside", "--runs", "fp8rl:2", "--folder", str(out), "--", "--limit", "5"]
-    assert (out / "fp8rl-2.log").read_text(encoding="utf-8").strip() == str(told)
-
-
 def test_an_environment_of_nemo_rl_has_its_sources_and_stand_ins(tmp_path: Path, load: Any) -> None:
     program = load("nemo_rl_environment")
     for name, parts in program.PARTS.items():

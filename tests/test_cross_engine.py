@@ -9,15 +9,11 @@ import json
 import re
 import textwrap
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from transformers import Qwen3MoeConfig
 
 from fp8rl import PinPolicy, Recipe
@@ -27,8 +23,8 @@ from fp8rl.recipe import Pins
 from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.hf_names import module_names as trainer_names
-from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
 from megatron_fp8rl.testing.models import build_gpt, transformer_config
+from support.megatron import one_process
 from support.processes import run_ranks
 from vllm_fp8rl.storage.experts import MATRICES, ExpertGrids, ExpertLayout, empty_stacks, stack_of
 
@@ -36,43 +32,23 @@ SCRIPT = Path(__file__).with_name("cross_engine_cases.py")
 # With head size 128 and width 512 each HF tensor has blocks of its own, at TP=2 too. With 64 and
 # 328, k begins within a block of q, up within one of gate, and rows and columns have ragged ends.
 ALIGNED, RAGGED = {"head_dim": 128, "width": 512}, {"head_dim": 64, "width": 328}
+
+
+def case(tp: int, weights: str, activations: str, shape: dict[str, int], **more: object) -> dict:
+    return {"tp": tp, "weights": weights, "activations": activations, **shape, **more}
+
+
 CASES = {
-    "tp1-fp32": {"tp": 1, "weights": "fp32", "activations": "pow2", **RAGGED},
-    "tp1-pow2": {"tp": 1, "weights": "pow2", "activations": "fp32", **ALIGNED},
-    "tp2-fp32": {"tp": 2, "weights": "fp32", "activations": "fp32", **ALIGNED},
-    "tp2-pow2-ragged": {"tp": 2, "weights": "pow2", "activations": "pow2", **RAGGED},
-    "tp2-pow2-codes": {"tp": 2, "weights": "pow2", "activations": "pow2", **ALIGNED, "wire": "fp8"},
+    "tp1-fp32": case(1, "fp32", "pow2", RAGGED),
+    "tp1-pow2": case(1, "pow2", "fp32", ALIGNED),
+    "tp2-fp32": case(2, "fp32", "fp32", ALIGNED),
+    "tp2-pow2-ragged": case(2, "pow2", "pow2", RAGGED),
+    "tp2-pow2-codes": case(2, "pow2", "pow2", ALIGNED, wire="fp8"),
     # 64 rows of k and v, on each rank.
-    "tp1-fp32-ragged-codes": {
-        "tp": 1,
-        "weights": "fp32",
-        "activations": "fp32",
-        **RAGGED,
-        "kv_heads": 1,
-        "wire": "fp8",
-    },
-    "tp2-fp32-ragged-codes": {
-        "tp": 2,
-        "weights": "fp32",
-        "activations": "pow2",
-        **RAGGED,
-        "wire": "fp8",
-    },
-    "tp1-fp32-latent": {
-        "tp": 1,
-        "weights": "fp32",
-        "activations": "fp32",
-        **ALIGNED,
-        "latent": True,
-    },
-    "tp2-pow2-latent-codes": {
-        "tp": 2,
-        "weights": "pow2",
-        "activations": "pow2",
-        **ALIGNED,
-        "latent": True,
-        "wire": "fp8",
-    },
+    "tp1-fp32-ragged-codes": case(1, "fp32", "fp32", RAGGED, kv_heads=1, wire="fp8"),
+    "tp2-fp32-ragged-codes": case(2, "fp32", "pow2", RAGGED, wire="fp8"),
+    "tp1-fp32-latent": case(1, "fp32", "fp32", ALIGNED, latent=True),
+    "tp2-pow2-latent-codes": case(2, "pow2", "pow2", ALIGNED, latent=True, wire="fp8"),
 }
 PLUGIN = """
     from fp8rl import hookimpl
@@ -186,19 +162,6 @@ def test_the_resolved_tables_are_equal(ranks: list[dict], name: str):
         assert ["model.layers.1.mlp.up_proj", "fp8", ""] in trainer
 
 
-@contextmanager
-def one_process() -> Iterator[None]:
-    with CpuShim().active():
-        init_gloo()
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(1)
-        try:
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
-            torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("sparse_step", [1, 2])
 def test_a_mixture_has_one_table_in_both_engines(sparse_step):
     """Both read the model's own config; only megatron's is made of the other."""
@@ -209,7 +172,7 @@ def test_a_mixture_has_one_table_in_both_engines(sparse_step):
         decoder_sparse_step=sparse_step,
         norm_topk_prob=True,
     )
-    with one_process():
+    with one_process() as shim, shim.active():
         config = transformer_config(hf_config)
     pins = Pins(layers=(-1,), first=1, names=("*.mlp.experts.*.down_proj",), kinds=("o_proj",))
     trainer, rollout = (
@@ -229,7 +192,7 @@ def test_ignore_rules_of_a_router_do_not_catch_gate_proj():
     hf_config = Qwen3MoeConfig(
         num_hidden_layers=3, num_experts=2, mlp_only_layers=[1], norm_topk_prob=True
     )
-    with one_process():
+    with one_process() as shim, shim.active():
         vocabularies = (trainer_names(transformer_config(hf_config)), ModelSpec.of(hf_config).names)
     naive = re.compile("mlp.gate.")
     gate_proj = "model.layers.1.mlp.gate_proj"
@@ -263,7 +226,7 @@ def test_experts_of_any_width_have_equal_codes(width):
     )
     prefix = "model.layers.0.mlp.experts"
     layout = ExpertLayout(prefix, {0: 0, 1: 1}, 2, 128, width, -(-width // 128) * 128, 0, 1)
-    with one_process():
+    with one_process() as shim, shim.active():
         gpt = build_gpt(hf_config)
         conversion = convert(gpt, Recipe())
         trainer = {

@@ -80,52 +80,60 @@ def current(page: str, text: str) -> str:
     return re.sub(r"^\| `[^|]*\|", "|", text, flags=re.M) if page == "CHANGELOG.md" else text
 
 
-@pytest.mark.parametrize("page", PAPERS)
-def test_dotted_names_import(page: str) -> None:
-    pytest.importorskip("megatron.core")
-    pytest.importorskip("vllm")
-    named = set(DOTTED.findall(current(page, PAPERS[page])))
-    assert not [problem for problem in map(missing, sorted(named)) if problem]
-
-
-@pytest.mark.parametrize("page", PAPERS)
-def test_python_blocks_import_what_is_there(page: str) -> None:
-    pytest.importorskip("megatron.core")
-    pytest.importorskip("vllm")
-    problems = []
+def imported(page: str) -> list[str]:
+    """Names that the Python blocks of a page import from this project."""
+    names = []
     for code in re.findall(r"^```python\n(.*?)^```", PAPERS[page], re.M | re.S):
         tree = compile(code, page, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in FOLDERS:
-                problems += [missing(f"{node.module}.{alias.name}") for alias in node.names]
-    assert not [problem for problem in problems if problem]
+                names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
-def test_what_is_said_to_be_removed_is_gone() -> None:
-    rows = re.findall(r"^\| (`[^|]*)\|", PAPERS["CHANGELOG.md"], re.M)
-    names = [name for row in rows for name in DOTTED.findall(row)]
-    assert names
-    assert not [name for name in names if not missing(name)]
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_what_a_readme_once_named_is_there_or_has_a_successor(name: str) -> None:
-    pytest.importorskip("megatron.core")
-    pytest.importorskip("vllm")
-    table = PAPERS["CHANGELOG.md"].split("\n### Removed\n")[1].split("\n\n#")[0]
-    gone = {
-        dotted
-        for row in re.findall(r"^\| (`[^|]*)\|", table, re.M)
-        for dotted in DOTTED.findall(row)
-    }
-    assert (missing(name) is None) != (name in gone)
+def heading_anchors(text: str) -> set[str]:
+    """Anchors that GitHub makes of headings; mkdocs makes the same of those used here."""
+    found: set[str] = set()
+    for line in FENCE.sub("", text).splitlines():
+        if match := re.match(r"#+ (.*)", line):
+            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", match[1]).lower()
+            found.add(re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-"))
+    return found
 
 
 @pytest.mark.parametrize("page", PAPERS)
-def test_files_that_are_named_are_there(page: str) -> None:
-    named = set(PATH.findall(current(page, PAPERS[page])))
-    named = {path for path in named if not path.startswith("examples/run_")}  # NeMo RL's drivers
-    assert not [path for path in sorted(named) if not (ROOT / path).exists()]
+def test_names_files_and_links_of_a_page_lead_somewhere(page: str) -> None:
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("vllm")
+    text = current(page, PAPERS[page])
+    named = {*DOTTED.findall(text), *imported(page)}
+    problems = [problem for problem in map(missing, sorted(named)) if problem]
+    for path in PATH.findall(text):
+        if not path.startswith("examples/run_") and not (ROOT / path).exists():  # NeMo RL's drivers
+            problems.append(path)
+    for target, anchor in LINK.findall(FENCE.sub("", PAPERS[page])):
+        file = (ROOT / page).parent / target if target else ROOT / page
+        if not file.exists():
+            problems.append(target)
+        elif anchor and anchor not in heading_anchors(file.read_text(encoding="utf-8")):
+            problems.append(f"{target}#{anchor}")
+    assert not problems
+
+
+def removed(text: str) -> set[str]:
+    """Names in the first column of the changelog's tables."""
+    rows = re.findall(r"^\| (`[^|]*)\|", text, re.M)
+    return {name for row in rows for name in DOTTED.findall(row)}
+
+
+def test_what_a_readme_once_named_is_there_or_is_removed_and_has_a_successor() -> None:
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("vllm")
+    changes = PAPERS["CHANGELOG.md"]
+    assert not [name for name in removed(changes) if not missing(name)]
+    gone = removed(changes.split("\n### Removed\n")[1].split("\n\n#")[0])
+    assert gone
+    assert not [name for name in PUBLISHED if (missing(name) is None) == (name in gone)]
 
 
 def test_folders_of_the_architecture_are_there() -> None:
@@ -185,28 +193,6 @@ def test_every_import_of_an_engine_is_on_its_page_of_upgrading() -> None:
                 imported += len(names)
                 problems += [f"{file.relative_to(ROOT)}: {n}" for n in names if n not in known]
     assert imported > 100
-    assert not problems
-
-
-def heading_anchors(text: str) -> set[str]:
-    """Anchors that GitHub makes of headings; mkdocs makes the same of those used here."""
-    found: set[str] = set()
-    for line in FENCE.sub("", text).splitlines():
-        if match := re.match(r"#+ (.*)", line):
-            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", match[1]).lower()
-            found.add(re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-"))
-    return found
-
-
-@pytest.mark.parametrize("page", PAPERS)
-def test_links_and_anchors_lead_somewhere(page: str) -> None:
-    problems = []
-    for target, anchor in LINK.findall(FENCE.sub("", PAPERS[page])):
-        file = (ROOT / page).parent / target if target else ROOT / page
-        if not file.exists():
-            problems.append(target)
-        elif anchor and anchor not in heading_anchors(file.read_text(encoding="utf-8")):
-            problems.append(f"{target}#{anchor}")
     assert not problems
 
 

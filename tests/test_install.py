@@ -168,19 +168,12 @@ def by_name(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("`pip install fp8rl[nemo-rl]` into", True),
         ("pip install --target D --no-deps fp8rl wrapt", True),
-        ("uv pip install fp8rl", True),
-        ('"; install "\n    "fp8rl[nemo-rl]."', True),
         ('"run pip install "\n    "fp8rl."', True),
-        ("pip install --no-deps \\\n    fp8rl wrapt", True),
         ("| driver | `fp8rl[nemo-rl]` |", True),
-        ("pip install './fp8rl[nemo-rl]'", False),
         ("pip install --target D --no-deps ./fp8rl wrapt", False),
         ("pip install 'fp8rl[nemo-rl] @ git+https://HOST/YOU/fp8rl'", False),
-        ("pip install 'dist/fp8rl-0.1.0-py3-none-any.whl[vllm]'", False),
         ("pip install vllm==0.33.0, then `pip install .`; fp8rl warns", False),
-        ('fp8rl["run"], install(fp8rl)', False),
     ],
 )
 def test_what_counts_as_an_install_by_name(text: str, found: bool) -> None:

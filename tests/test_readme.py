@@ -19,8 +19,7 @@ import torch
 import yaml
 
 from fp8rl import Recipe
-from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import GemmShape, ReferenceBackend
+from fp8rl.gemm import GemmShape
 from fp8rl.plugins import hookspecs
 from support.processes import environment, run_forked
 
@@ -435,47 +434,23 @@ def test_hook_table_has_every_hook():
     assert described == actual
 
 
-def test_demo_options():
+def test_tables_of_the_demos_page() -> None:
     from typer.main import get_command
 
     from fp8rl import PluginManager, cli
-
-    commands = get_command(cli.build_app(PluginManager())).commands
-    options = {o.opts[0]: o.default for o in commands["demo"].params}
-    rows = {
-        quoted(row[0])[0].split()[0]: row[1]
-        for row in table("option | default", PAGES["docs/demo.md"])
-    }
-    assert set(rows) == set(options)
-    for option in ("--steps", "--compare", "--out", "--seed"):
-        assert rows[option].strip("`") == str(options[option])
-
-
-def test_metrics_table_names_mismatch_and_phases():
     from fp8rl_demo.loop import MISMATCH
     from fp8rl_demo.report.runs import PHASES
 
-    rows = {quoted(cell)[0]: quoted(text) for cell, text in table("field |", PAGES["docs/demo.md"])}
-    assert sorted(rows["mismatch"]) == sorted(MISMATCH)
-    assert rows["seconds"] == list(PHASES)
-
-
-def test_what_is_not_there_is_refused():
-    """What the pages say of GPUs, as far as it can be seen without one."""
-    from fp8rl.gemm import BackendChoice
-    from vllm_fp8rl.kernels.linear.choice import select_kernel
-
-    gpu, shape = torch.device("cuda:0"), GemmShape(128, 256, 256)
-    if not torch.cuda.is_available():
-        with pytest.raises(UnsupportedError, match=r"served on compute capability 8\.9 and 9\.0"):
-            select_kernel(gpu, shape, Recipe(), torch.bfloat16)
-    backends = BackendChoice({ReferenceBackend.name: ReferenceBackend()}, ("fp32",))
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(UnsupportedError, match="No FP8 GEMM backend serves 'x'"),
-    ):
-        patch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-        backends.pick(gpu, shape, "x")
+    page = PAGES["docs/demo.md"]
+    commands = get_command(cli.build_app(PluginManager())).commands
+    options = {o.opts[0]: o.default for o in commands["demo"].params}
+    rows = {quoted(row[0])[0].split()[0]: row[1] for row in table("option | default", page)}
+    assert set(rows) == set(options)
+    for option in ("--steps", "--compare", "--out", "--seed"):
+        assert rows[option].strip("`") == str(options[option])
+    fields = {quoted(cell)[0]: quoted(text) for cell, text in table("field |", page)}
+    assert sorted(fields["mismatch"]) == sorted(MISMATCH)
+    assert fields["seconds"] == list(PHASES)
 
 
 def test_measured_tables_are_the_measurements():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -26,7 +25,7 @@ from omegaconf import OmegaConf
 from ray import cloudpickle
 
 from fp8rl import Recipe
-from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
+from fp8rl.errors import RecipeError, UnsupportedError
 from nemo_rl_ext.__main__ import main
 from nemo_rl_ext.config.drivers import DRIVERS, Driver, find
 from nemo_rl_ext.config.plan import RunPlan
@@ -75,33 +74,6 @@ def trainers_recipe(policy: Any) -> Recipe | None:
     plan = RunPlan.of(policy)
     assert plan is not None
     return plan.of_trainer
-
-
-def places(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each mapping of a config with its path."""
-    if isinstance(value, dict):
-        yield path, value
-        for key, inner in value.items():
-            yield from places(inner, f"{path}.{key}" if path else key)
-    elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            yield from places(inner, f"{path}[{number}]")
-
-
-@pytest.mark.parametrize("driver", [pytest.param(d, id=n) for n, d in DRIVERS.items()])
-def test_a_block_in_any_section_of_the_real_config_is_read_or_refused(driver: Driver) -> None:
-    served = set()
-    for path, _ in list(places(upstream(driver.name))):
-        value = copy.deepcopy(upstream(driver.name))
-        dict(places(value))[path]["fp8rl"] = dict(BLOCK)
-        key = f"{path}.fp8rl" if path else "fp8rl"
-        try:
-            master_config(driver)(**value)
-        except Fp8RLError as error:
-            assert f"'{key}'" in str(error), key
-        else:
-            served.add(key)
-    assert served == {f"{section}.fp8rl" for section in driver.serves}
 
 
 @pytest.mark.parametrize("driver", [pytest.param(d, id=n) for n, d in DRIVERS.items()])

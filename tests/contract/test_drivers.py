@@ -37,27 +37,9 @@ EXACT = {
 }
 APART = {"++policy.generation.vllm_kwargs.distributed_executor_backend": "mp"}
 MODULES = (
-    "accelerate",
-    "datasets",
-    "hydra",
-    "math_verify",
-    "matplotlib",
-    "nemo_rl",
-    "omegaconf",
-    "pluggy",
-    "prettytable",
-    "pydantic",
-    "ray",
-    "scipy",
-    "soundfile",
-    "tensorboard",
-    "tensordict",
-    "torchdata",
-    "transformers",
-    "vllm",
-    "wandb",
-    "wrapt",
-    "zmq",
+    *("accelerate", "datasets", "hydra", "math_verify", "matplotlib", "nemo_rl", "omegaconf"),
+    *("pluggy", "prettytable", "pydantic", "ray", "scipy", "soundfile", "tensorboard"),
+    *("tensordict", "torchdata", "transformers", "vllm", "wandb", "wrapt", "zmq"),
 )
 MEGATRON_MODULES = ("megatron.bridge", "megatron.core", "nvidia_resiliency_ext", "triton")
 MISMATCH = 1.05

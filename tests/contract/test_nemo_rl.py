@@ -11,31 +11,17 @@ import pytest
 from support.sources import environment, source
 
 HERE = Path(__file__).parent
-CONFIG = "recipes/llm/grpo-llama3.1-8b-instruct-2n8g-megatron-fp8-e2e.yaml"
+CONFIGS = "examples/configs/recipes/llm"
+CONFIG = f"{CONFIGS}/grpo-llama3.1-8b-instruct-2n8g-megatron-fp8-e2e.yaml"
 
 
 @pytest.mark.parametrize(
     "cases",
-    [
-        "nemo_rl_cases.py",
-        "driver_cases.py",
-        "doctor_cases.py",
-        "vllm_cases.py",
-        "worker_cases.py",
-        "replay_cases.py",
-    ],
+    [f"{name}_cases.py" for name in ("nemo_rl", "driver", "doctor", "vllm", "worker", "replay")],
 )
 def test_on_the_real_modules(cases: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-ra",
-        "-p",
-        "no:cacheprovider",
-        cases,
-    ]
+    options = ("-q", "-ra", "-p", "no:cacheprovider")
+    command = [sys.executable, "-m", "pytest", *options, cases]
     done = subprocess.run(
         command, cwd=HERE, env=environment(), capture_output=True, text=True, timeout=500
     )
@@ -56,11 +42,7 @@ def test_the_driver_stops_at_a_bad_key_before_ray(launcher: bool) -> None:
         env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     done = subprocess.run(
         [
-            sys.executable,
-            *driver,
-            "examples/run_grpo.py",
-            "--config",
-            f"examples/configs/{CONFIG}",
+            *(sys.executable, *driver, "examples/run_grpo.py", "--config", CONFIG),
             "++policy.generation.vllm_cfg.fp8rl.pins.layer=[1]",
         ],
         cwd=root,

@@ -19,9 +19,7 @@ from typing import Any, Literal, Optional, Union
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -31,7 +29,8 @@ from fp8rl import Recipe
 from fp8rl.recipe import Pins
 from megatron_fp8rl import conversion_of
 from megatron_fp8rl.integrations.megatron_lm import fp8_layer_spec
-from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG, CpuShim, init_gloo
+from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG
+from support.megatron import one_process
 from support.sources import source
 
 TAKEN = [
@@ -89,40 +88,33 @@ def nemo() -> dict[str, Any]:
 
 def test_its_config_builds_quantized(nemo: dict[str, Any]) -> None:
     recipe = Recipe(pins=Pins(layers=(0,)))
-    with CpuShim().active():
-        init_gloo()
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(1)
-        try:
-            config = nemo["GPTConfig"](
-                num_layers=2,
-                hidden_size=128,
-                ffn_hidden_size=256,
-                num_attention_heads=1,
-                normalization="RMSNorm",
-                gated_linear_unit=True,
-                activation_func=torch.nn.functional.silu,
-                add_bias_linear=False,
-                position_embedding_type="rope",
-                vocab_size=128,
-                seq_length=32,
-                bf16=True,
-                params_dtype=torch.bfloat16,
-                transformer_layer_spec=fp8_layer_spec(
-                    nemo["default_layer_spec"], recipe, report=lambda _: None
-                ),
-                **CPU_CONFIG,
-            )
-            model = config.configure_model(tokenizer=None).to(torch.bfloat16)
-            assert sorted(conversion_of(model).modules) == [
-                f"model.layers.1.{name}"
-                for name in ("mlp.down_proj", "mlp.gate_up_proj", "self_attn.o_proj")
-            ] + ["model.layers.1.self_attn.qkv_proj"]
-            tokens = torch.arange(64).reshape(2, 32)
-            positions = torch.arange(32).expand(2, -1)
-            loss = model(tokens, positions, None, labels=tokens)
-            loss.float().mean().backward()
-            assert torch.isfinite(loss).all()
-        finally:
-            parallel_state.destroy_model_parallel()
-            torch.distributed.destroy_process_group()
+    with one_process() as shim, shim.active():
+        config = nemo["GPTConfig"](
+            num_layers=2,
+            hidden_size=128,
+            ffn_hidden_size=256,
+            num_attention_heads=1,
+            normalization="RMSNorm",
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            add_bias_linear=False,
+            position_embedding_type="rope",
+            vocab_size=128,
+            seq_length=32,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            transformer_layer_spec=fp8_layer_spec(
+                nemo["default_layer_spec"], recipe, report=lambda _: None
+            ),
+            **CPU_CONFIG,
+        )
+        model = config.configure_model(tokenizer=None).to(torch.bfloat16)
+        assert sorted(conversion_of(model).modules) == [
+            f"model.layers.1.{name}"
+            for name in ("mlp.down_proj", "mlp.gate_up_proj", "self_attn.o_proj")
+        ] + ["model.layers.1.self_attn.qkv_proj"]
+        tokens = torch.arange(64).reshape(2, 32)
+        positions = torch.arange(32).expand(2, -1)
+        loss = model(tokens, positions, None, labels=tokens)
+        loss.float().mean().backward()
+        assert torch.isfinite(loss).all()

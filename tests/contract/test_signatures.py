@@ -14,6 +14,7 @@ from nemo_rl_ext.patches.upstream import Upstream, compare_source
 from nemo_rl_ext.workers import logprobs
 from support.sources import ROOT, parameters, source
 
+MEGATRON_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 RELIED_ON = [
     pytest.param(upstream, id=f"{patch}-{upstream.name}-{upstream.module.rpartition('.')[2]}")
     for patch, upstream in relied_on()
@@ -35,8 +36,12 @@ def test_upstreams_log_probabilities_take_what_ours_take() -> None:
     assert ours == str(logprobs.UPSTREAM.parameters).replace("=...", "")
 
 
-def calls(file: Path, function: str) -> list[tuple[int, str]]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+def tree_of(module: str) -> ast.Module:
+    """NeMo RL's module of this name, read."""
+    return ast.parse(file_of(module, source("NEMO_RL_SRC")).read_text(encoding="utf-8"))
+
+
+def calls(tree: ast.Module, function: str) -> list[tuple[int, str]]:
     body = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function)
     found = []
     for node in ast.walk(body):
@@ -48,7 +53,7 @@ def calls(file: Path, function: str) -> list[tuple[int, str]]:
 
 
 def test_the_cache_is_announced_after_the_guards_and_before_the_workers() -> None:
-    order = calls(file_of("nemo_rl.algorithms.grpo", source("NEMO_RL_SRC")), "setup")
+    order = calls(tree_of("nemo_rl.algorithms.grpo"), "setup")
     announced = [line for line, what in order if what == "configure_vllm_for_router_replay"]
     guards = [line for line, what in order if "precision'] == 'fp8'" in what]
     made = [line for line, what in order if what == "VllmGeneration"]
@@ -85,7 +90,7 @@ def test_every_driver_of_upstreams_is_known_and_makes_its_config_before_ray() ->
             assert imports["main"] == "run_sft"
             continue
         assert driver.module.startswith(str(imports["MasterConfig"])), script
-        called = {what: line for line, what in calls(examples / script, "main")}
+        called = {what: line for line, what in calls(tree, "main")}
         assert called["load_config"] < called["MasterConfig"] < called["init_ray"], script
 
 
@@ -108,8 +113,7 @@ def test_the_refit_lifecycle_serves_all_full_transports() -> None:
 
 
 def test_the_synchronous_worker_generates_through_its_engine_alone() -> None:
-    file = file_of("nemo_rl.models.generation.vllm.vllm_worker", source("NEMO_RL_SRC"))
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = tree_of("nemo_rl.models.generation.vllm.vllm_worker")
     worker = next(n for n in tree.body if getattr(n, "name", None) == "VllmGenerationWorkerImpl")
     assert isinstance(worker, ast.ClassDef)
     for name in ("generate", "generate_text"):
@@ -120,10 +124,9 @@ def test_the_synchronous_worker_generates_through_its_engine_alone() -> None:
 
 @pytest.mark.parametrize("module", ["vllm_worker", "vllm_worker_async"])
 def test_the_parameters_of_a_rollout_are_built_with_keywords(module: str) -> None:
-    file = file_of(f"nemo_rl.models.generation.vllm.{module}", source("NEMO_RL_SRC"))
     calls = [
         node
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(f"nemo_rl.models.generation.vllm.{module}"))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._build_sampling_params"
     ]
     assert calls and not any(call.args for call in calls)
@@ -140,9 +143,7 @@ def test_bridge_takes_a_list_of_pre_wrap_hooks() -> None:
 
 def test_the_worker_builds_every_model_in_its_constructor() -> None:
     """``Fp8Training`` holds its region open around the constructor, and nowhere else."""
-    module = "nemo_rl.models.policy.workers.megatron_policy_worker"
-    file = file_of(module, source("NEMO_RL_SRC"))
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = tree_of(MEGATRON_WORKER)
     builders = {
         "handle_model_import",
         "setup_model_and_optimizer",
@@ -161,8 +162,7 @@ def test_the_worker_builds_every_model_in_its_constructor() -> None:
 
 def test_the_worker_resets_the_peak_of_memory_where_ours_looks_first() -> None:
     """Elsewhere in a call ``KeptCodes`` would not see what it needs."""
-    module = "nemo_rl.models.policy.workers.megatron_policy_worker"
-    tree = ast.parse(file_of(module, source("NEMO_RL_SRC")).read_text(encoding="utf-8"))
+    tree = tree_of(MEGATRON_WORKER)
     resets = {
         function.name
         for function in ast.walk(tree)
@@ -176,11 +176,9 @@ def test_the_worker_resets_the_peak_of_memory_where_ours_looks_first() -> None:
 
 def test_a_batch_tells_the_sizes_of_its_micro_batches() -> None:
     """By other names ``largest_micro_batch`` would take packed ones for rows of one length."""
-    module = "nemo_rl.distributed.batched_data_dict"
-    tree = ast.parse(file_of(module, source("NEMO_RL_SRC")).read_text(encoding="utf-8"))
     written = {
         ast.unparse(target)
-        for node in ast.walk(tree)
+        for node in ast.walk(tree_of("nemo_rl.distributed.batched_data_dict"))
         if isinstance(node, ast.Assign)
         for target in node.targets
     }
@@ -193,10 +191,9 @@ def test_a_batch_tells_the_sizes_of_its_micro_batches() -> None:
 )
 def test_every_loop_logs_its_steps_where_plugins_hear_of_them(name: str) -> None:
     """In the call with prefix ``train`` (``patches/step_finished.py``)."""
-    file = file_of(f"nemo_rl.algorithms.{name}", source("NEMO_RL_SRC"))
     calls = [
         call
-        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for call in ast.walk(tree_of(f"nemo_rl.algorithms.{name}"))
         if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "log_metrics"
         for keyword in call.keywords
         if keyword.arg == "prefix" and getattr(keyword.value, "value", None) == "train"

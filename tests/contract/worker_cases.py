@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from vllm.logprobs import FlatLogprobs
 import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.kv_scales import scale_name
-from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers.in_flight import RefitInFlight
 from nemo_rl_ext.workers.rollout_engine import UPSTREAM_EXTENSION
 from nemo_rl_ext.workers.vllm import (
@@ -76,7 +74,6 @@ def worker(folder: Path) -> Iterator[Any]:
             "worker_extension_cls": UPSTREAM_EXTENSION,
         }
     )
-    make_checkpoint(folder / "b", 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda.nvtx, "range_push", lambda name: None)
         patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
@@ -130,33 +127,12 @@ def scales_of(worker: Any) -> dict[str, float]:
     return {scale_name(*key): value for key, value in kv_scale_state(model(worker)).items()}
 
 
-def calibrations(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [message for message in caplog.messages if "KV scales calibrated from" in message]
-
-
-def test_the_engine_calibrates_itself_after_each_refit_without_scales(
-    worker: Any, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, LOGGER)
+def test_generation_is_as_with_the_same_scales_from_a_trainer(worker: Any, folder: Path) -> None:
+    """By scales that the engine has found itself; test_self_calibration.py has how it does."""
     refit(worker, folder / "a")
     assert missing_kv_scales(model(worker))
-    first = generate(worker)
-    assert len(calibrations(caplog)) == 1
-    assert "from 2 prompts (10 tokens)" in calibrations(caplog)[0]
-    generate(worker)
-    assert len(calibrations(caplog)) == 1
-
-    refit(worker, folder / "b")
-    second = generate(worker)
-    assert not torch.equal(first, second)
-    assert len(calibrations(caplog)) == 2
-    assert "sequences of the latest rollouts" in calibrations(caplog)[1]
-    assert not missing_kv_scales(model(worker))
-
-
-def test_generation_is_as_with_the_same_scales_from_a_trainer(worker: Any, folder: Path) -> None:
-    refit(worker, folder / "a")
     tokens, logprobs, found = generate(worker), teacher_forced(worker), scales_of(worker)
+    assert not missing_kv_scales(model(worker))
     refit(worker, folder / "a", found)
     assert scales_of(worker) == found
     assert torch.equal(generate(worker), tokens)

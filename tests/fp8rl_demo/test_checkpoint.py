@@ -54,7 +54,10 @@ def test_only_the_newest_two_are_kept(tmp_path: Path, model_folder: Path):
         _save(tmp_path / "run", step, model_folder)
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert names == ["step-000002", "step-000003"]
+    (tmp_path / "run" / "step-backup").mkdir()
+    (tmp_path / "run" / "step-000009").touch()
     assert checkpoint.latest(tmp_path / "run") == tmp_path / "run" / "step-000003"
+    assert checkpoint.latest(tmp_path) is None
 
 
 def test_kill_while_writing_leaves_the_older_checkpoint(tmp_path: Path, model_folder: Path):
@@ -123,30 +126,15 @@ def test_the_sums_are_those_of_sha256sum(tmp_path: Path, model_folder: Path):
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=path, check=True)
 
 
-def test_other_names_are_no_checkpoints(tmp_path: Path, model_folder: Path):
-    assert checkpoint.latest(tmp_path) is None
-    _save(tmp_path, 1, model_folder)
-    (tmp_path / "step-backup").mkdir()
-    (tmp_path / "step-000009").touch()
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-000001"
-
-
-def test_an_old_format_is_refused(tmp_path: Path, model_folder: Path):
-    path = _save(tmp_path / "run", 1, model_folder)
-    state = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps({**state, "format": 0}))
-    with pytest.raises(CheckpointError, match="has format 0, this release reads 3; start a new"):
-        checkpoint.load(path)
-
-
-def test_another_run_is_refused_with_the_keys_that_differ(tmp_path: Path, model_folder: Path):
+def test_what_cannot_be_resumed_or_stored_is_refused(tmp_path: Path, model_folder: Path):
     path = _save(tmp_path / "run", 1, model_folder)
     other = {"precision": "bf16", "settings": {"seed": 0, "model": {"num_layers": 3}}}
     with pytest.raises(CheckpointError, match=r"\(precision, settings.model.num_layers differ\)"):
         checkpoint.load(path, other)
-
-
-def test_state_that_cannot_be_stored_is_named(tmp_path: Path, model_folder: Path):
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**state, "format": 0}))
+    with pytest.raises(CheckpointError, match="has format 0, this release reads 3; start a new"):
+        checkpoint.load(path)
     with pytest.raises(CheckpointError, match="Cannot store this trainer state"):
-        _save(tmp_path / "run", 1, model_folder, {"rng": [object()]})
-    assert checkpoint.latest(tmp_path / "run") is None
+        _save(tmp_path / "other", 1, model_folder, {"rng": [object()]})
+    assert checkpoint.latest(tmp_path / "other") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,3 +80,22 @@ def extension(engine: Engine) -> Any:
     mixed.model_config = worker.model_config
     mixed.device = worker.device
     return mixed
+
+
+def put(config: dict[str, Any], path: str, new: Any, *, out: bool = False) -> None:
+    """Set a copy of a value by its dotted path, whose sections are made where they are missing.
+
+    Args:
+        config: of NeMo RL.
+        path: with the number of an item where a section is a list.
+        new: value.
+        out: take the key out instead.
+    """
+    *sections, key = path.split(".")
+    inner: Any = config
+    for section in sections:
+        inner = inner[int(section)] if section.isdigit() else inner.setdefault(section, {})
+    if out:
+        inner.pop(key, None)
+    else:
+        inner[key] = copy.deepcopy(new)

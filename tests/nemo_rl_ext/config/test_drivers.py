@@ -19,15 +19,15 @@ from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.config.upstream import prepare
 from nemo_rl_ext.patch_finder import PATCHES, PatchFinder
 from nemo_rl_ext.patches import config as config_patch
-from support.nemo_rl import MasterConfig, Section
+from support.nemo_rl import MasterConfig, Section, put
 from support.processes import run_code
 
 ALL = [pytest.param(driver, id=driver.name) for driver in DRIVERS.values()]
 
 
-def config(block: dict[str, Any] | None, *sections: str, megatron: bool = True) -> dict[str, Any]:
+def config(block: dict[str, Any] | None, *sections: str) -> dict[str, Any]:
     """A config with a place for every wrong guess, and the block in ``sections``."""
-    model = {"model_name": "/none", "megatron_cfg": {"enabled": megatron}, "draft": {}}
+    model = {"model_name": "/none", "megatron_cfg": {"enabled": True}, "draft": {}}
     generation: dict[str, Any] = {"vllm_cfg": {}}
     value: dict[str, Any] = {
         "policy": {**copy.deepcopy(model), "generation": generation, "dtensor_cfg": {}},
@@ -44,13 +44,6 @@ def config(block: dict[str, Any] | None, *sections: str, megatron: bool = True) 
     for section in sections:
         put(value, f"{section}.fp8rl", block)
     return value
-
-
-def put(value: Any, path: str, new: Any) -> None:
-    *sections, key = path.split(".")
-    for section in sections:
-        value = value[int(section)] if section.isdigit() else value[section]
-    value[key] = new
 
 
 def mappings(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -136,43 +129,76 @@ def test_what_is_nearly_our_key_is_refused_everywhere(driver: Driver, name: str)
             made(driver, value)
 
 
+TRAINER, ROLLOUTS = "policy.megatron_cfg.fp8rl", "policy.generation.vllm_cfg.fp8rl"
+DTENSOR = {"policy.megatron_cfg.enabled": False}
+HIGH = {"importance_sampling": {"high": 3.0}}
+TO_FP8 = {"training": True, "kv_cache": {"dtype": "auto"}}
+NOT_BY_DTENSOR = "'policy.megatron_cfg.enabled' true"
+
+
 @pytest.mark.parametrize(
-    ("driver", "path", "message"),
+    ("driver", "keys", "message"),
     [
         (
             "sft",
-            "policy.generation.vllm_cfg.fp8rl",
+            {ROLLOUTS: {}},
             "'policy.generation.vllm_cfg.fp8rl' has no effect in run_sft.py: it generates nothing, "
             "and its loss compares no two engines; move it to 'policy.megatron_cfg.fp8rl', or "
             "remove it.",
         ),
-        ("dpo", "loss_fn.fp8rl_guard", "'loss_fn.fp8rl_guard' has no effect in run_dpo.py"),
-        ("rm", "policy.megatron_cfg.fp8rl", "DTensor workers alone, which run in BF16; remove it."),
-        ("distillation", "teacher.megatron_cfg.fp8rl", "the teacher stays in BF16"),
+        ("dpo", {"loss_fn.fp8rl_guard": {}}, "'loss_fn.fp8rl_guard' has no effect in run_dpo.py"),
+        ("rm", {TRAINER: {}}, "DTensor workers alone, which run in BF16; remove it."),
+        ("distillation", {"teacher.megatron_cfg.fp8rl": {}}, "the teacher stays in BF16"),
         (
             "xtoken_off_policy_distillation",
-            "teachers.1.megatron_cfg.fp8rl",
+            {"teachers.1.megatron_cfg.fp8rl": {}},
             "'teachers[1].megatron_cfg.fp8rl' has no effect",
         ),
-        ("ppo", "value.megatron_cfg.fp8rl", "the value model stays in BF16; move it to"),
-        ("grpo", "env.reward_model.fp8rl", "'env.reward_model.fp8rl' has no effect in run_grpo.py"),
-        ("grpo", "policy.draft.fp8rl", "'policy.draft.fp8rl' has no effect"),
-        ("eval", "fp8rl", "'fp8rl' is set, but no section uses it; run_eval.py serves none"),
-        ("sft", "fp8rl", "interpolate the recipe into 'policy.megatron_cfg.fp8rl'."),
-        ("grpo", "loss_fn.fp8rl_guard", "'loss_fn.fp8rl_guard' is set, but no section uses it"),
+        ("ppo", {"value.megatron_cfg.fp8rl": {}}, "the value model stays in BF16; move it to"),
+        ("grpo", {"env.reward_model.fp8rl": {}}, "reward_model.fp8rl' has no effect in run_grpo"),
+        ("grpo", {"policy.draft.fp8rl": {}}, "'policy.draft.fp8rl' has no effect"),
+        ("eval", {"fp8rl": {}}, "is set, but no section uses it; run_eval.py serves none"),
+        ("sft", {"fp8rl": {}}, "interpolate the recipe into 'policy.megatron_cfg.fp8rl'."),
+        ("grpo", {"loss_fn.fp8rl_guard": {}}, "fp8rl_guard' is set, but no section uses it"),
         (
             "grpo",
-            "policy.generation.vllm_kwargs.additional_config.fp8rl",
+            {"policy.generation.vllm_kwargs.additional_config.fp8rl": {}},
             "is set, but no section uses it; interpolate the recipe into",
+        ),
+        (
+            "sft",
+            {TRAINER: {"pins": {"first": 1}}, "fp8rl": {"pins": {"first": 2}}},
+            "'fp8rl' differs from 'policy.megatron_cfg.fp8rl'",
+        ),
+        # Settings that nobody acts on.
+        ("sft", {TRAINER: {"rollout": True}}, "rollout' has no effect: run_sft"),
+        ("dpo", {TRAINER: {"kv_cache": {"margin": 2.0}}}, "kv_cache' has no effect"),
+        ("sft", {TRAINER: HIGH}, "importance_sampling' has no effect"),
+        (
+            "grpo",
+            {TRAINER: {"rollout": True}, "loss_fn.fp8rl": {"rollout": True}},
+            "rollout' has no effect: 'policy.generation.vllm_cfg.fp8rl' is not set",
+        ),
+        ("grpo", {"loss_fn.fp8rl": {"pins": {"first": 1}}}, "pins' has no effect"),
+        ("distillation", {ROLLOUTS: HIGH}, "no effect: run_distillation.py has no use for it"),
+        *(
+            (name, {TRAINER: {}, **DTENSOR}, NOT_BY_DTENSOR)
+            for name in ("sft", "dpo", "distillation", "grpo")
+        ),
+        *(
+            (name, {TRAINER: TO_FP8, ROLLOUTS: TO_FP8, **DTENSOR}, "training' has no effect: DTen")
+            for name in ("distillation", "grpo")
         ),
     ],
 )
 def test_a_refusal_names_the_key_the_reason_and_the_remedy(
-    driver: str, path: str, message: str
+    driver: str, keys: dict[str, Any], message: str
 ) -> None:
     value = config(None)
-    put(value, path, {})
-    with pytest.raises(RecipeError) as raised:
+    for path, new in keys.items():
+        put(value, path, new)
+    kind = UnsupportedError if message == NOT_BY_DTENSOR else RecipeError
+    with pytest.raises(kind) as raised:
         made(DRIVERS[driver], value)
     assert message in str(raised.value)
 
@@ -188,24 +214,10 @@ def test_null_is_no_key() -> None:
     assert keys.recipe.training
 
 
-def test_names_of_environment_variables_are_not_taken_for_keys() -> None:
-    for name in (
-        "FP8RL_AUTOLOAD",
-        "FP8RL_BLOCK_PLUGINS",
-        "FP8RL_RECIPE",
-        "fp8",
-        "fp8_cfg",
-        "fp8_param",
-        "fp8_recipe",
-    ):
+def test_names_of_environment_variables_and_of_upstream_are_not_taken_for_keys() -> None:
+    ours = ("FP8RL_AUTOLOAD", "FP8RL_BLOCK_PLUGINS", "FP8RL_RECIPE")
+    for name in (*ours, "fp8", "fp8_cfg", "fp8_param", "fp8_recipe"):
         assert meant(name) is None, name
-
-
-def test_the_source_of_an_interpolation_says_the_same() -> None:
-    value = config({"pins": {"first": 1}}, "policy.megatron_cfg")
-    value["fp8rl"] = {"pins": {"first": 2}}
-    with pytest.raises(RecipeError, match=r"'fp8rl' differs from 'policy\.megatron_cfg\.fp8rl'"):
-        made(DRIVERS["sft"], value)
 
 
 def test_models_are_looked_into() -> None:
@@ -276,63 +288,9 @@ def test_distillation_rolls_out_and_trains_its_student_in_fp8() -> None:
         made(DRIVERS["distillation"], value)
 
 
-@pytest.mark.parametrize(
-    ("driver", "block", "sections", "message"),
-    [
-        (
-            "sft",
-            {"rollout": True},
-            ["policy.megatron_cfg"],
-            r"rollout' has no effect: run_sft",
-        ),
-        (
-            "dpo",
-            {"kv_cache": {"margin": 2.0}},
-            ["policy.megatron_cfg"],
-            r"kv_cache' has no effect",
-        ),
-        (
-            "sft",
-            {"importance_sampling": {"high": 3.0}},
-            ["policy.megatron_cfg"],
-            "importance_sampling' has no effect",
-        ),
-        (
-            "grpo",
-            {"rollout": True},
-            ["policy.megatron_cfg", "loss_fn"],
-            r"rollout' has no effect: 'policy\.generation\.vllm_cfg\.fp8rl' is not set",
-        ),
-        ("grpo", {"pins": {"first": 1}}, ["loss_fn"], "pins' has no effect"),
-        (
-            "distillation",
-            {"importance_sampling": {"high": 3.0}},
-            ["policy.generation.vllm_cfg"],
-            "importance_sampling' has no effect: run_distillation.py has no use for it",
-        ),
-    ],
-)
-def test_a_setting_that_nobody_acts_on_is_refused(
-    driver: str, block: dict[str, Any], sections: list[str], message: str
-) -> None:
-    with pytest.raises(RecipeError, match=message):
-        made(DRIVERS[driver], config(block, *sections))
-
-
 def test_what_is_so_anyway_may_be_said() -> None:
     block = {"rollout": False, "kv_cache": {"dtype": "auto"}, "importance_sampling": {}}
     assert made(DRIVERS["sft"], config(block, "policy.megatron_cfg"))
-
-
-@pytest.mark.parametrize("name", ["sft", "dpo", "distillation", "grpo"])
-def test_fp8_training_is_not_asked_of_dtensor_workers(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"'policy\.megatron_cfg\.enabled' true"):
-        made(DRIVERS[name], config({}, "policy.megatron_cfg", megatron=False))
-    sections = ["policy.megatron_cfg", "policy.generation.vllm_cfg"]
-    block = {"training": True, "kv_cache": {"dtype": "auto"}}
-    if name in ("distillation", "grpo"):
-        with pytest.raises(RecipeError, match="training' has no effect: DTensor"):
-            made(DRIVERS[name], config(block, *sections, megatron=False))
 
 
 # --- every key of a recipe arrives ---

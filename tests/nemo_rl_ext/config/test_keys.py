@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from contextlib import nullcontext
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from nemo_rl_ext.config.drivers import DRIVERS
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.config.upstream import announce_kv_scales, prepare
-from support.nemo_rl import MasterConfig, Section
+from support.nemo_rl import MasterConfig, Section, put
 
 GRPO = DRIVERS["grpo"]
 
@@ -31,17 +31,6 @@ SECTIONS = {
     "generation": "policy.generation.",
     "loss": "loss_fn.",
 }
-
-
-def put(value: dict[str, Any], path: str, new: Any) -> None:
-    """Set a key by its dotted path; None takes it out."""
-    *sections, key = path.split(".")
-    for section in sections:
-        value = value.setdefault(section, {})
-    if new is None:
-        value.pop(key, None)
-    else:
-        value[key] = new
 
 
 def config(
@@ -72,7 +61,7 @@ def config(
     }
     places = (f"{VLLM}fp8rl", f"{MEGATRON}fp8rl", "loss_fn.fp8rl")
     for place in places if block is not None else ():
-        put(value, place, copy.deepcopy(block))
+        put(value, place, block)
     for part in overrides.split():
         path, equals, text = part.partition("=")
         section, dot, rest = path.removeprefix("~").partition(".")
@@ -80,7 +69,7 @@ def config(
         if section == "block":
             targets = [f"{place}.{rest}" for place in places]
         for target in targets:
-            put(value, target, yaml.safe_load(text) if equals else None)
+            put(value, target, yaml.safe_load(text) if equals else None, out=not equals)
     value["policy"] |= changes
     return value
 
@@ -193,6 +182,8 @@ block.kv_cache.dtype=int8_per_token_head vllm.kv_cache_dtype=fp8
     'policy.generation.vllm_cfg.kv_cache_dtype' asks for kv_cache.dtype='fp8_e4m3'
 block.kv_cache.dtype=int8_per_token_head block.kv_cache.margin=2.0
     kv_cache.margin' has no effect: 'policy.generation.vllm_cfg.fp8rl.kv_cache.dtype' is int8_per
+distillation: exact ~loss.fp8rl
+    exact' has no effect in run_distillation.py
 generation.vllm_kwargs.kv_cache_dtype=int8_per_token_head block.kv_cache.recalibrate=grow
     kv_cache.recalibrate' has no effect: 'policy.generation.vllm_kwargs.kv_cache_dtype' is int8_per_
 block.rollout=false generation.vllm_kwargs.kv_cache_dtype=int8_per_token_head
@@ -305,29 +296,51 @@ block.training=false megatron.cuda_graph_impl=local
     'policy.megatron_cfg.cuda_graph_impl' is 'local', but a replayed graph
 block.training=false megatron.model_overrides.enable_cuda_graph=true
     'policy.megatron_cfg.model_overrides.enable_cuda_graph' is True, but
+megatron.enabled=false block.kv_cache.in_training=true
+    in_training' needs 'policy.megatron_cfg.enabled' true
+megatron.enabled=false block.kv_cache.dtype=int8_per_token_head block.kv_cache.in_training=true
+    in_training' needs 'policy.megatron_cfg.enabled' true
+ppo: block.kv_cache.in_training=true
+    in_training' needs 'grpo' or the single contro
+ppo: vllm.async_engine=true block.kv_cache.recalibrate=grow
+    cannot calibrate themselves
+ppo: ppo.async_ppo.enabled=true block.kv_cache.recalibrate=grow
+    cannot calibrate themselves
+ppo: exact
+    'run_ppo.py' sends no KV scales
+exact megatron.env_vars.FP8RL_FUSED_LOGPROBS=1
+    set it to "1", or
+exact vllm.async_engine=true
+    or set it to int8_per_token_head
 """
 
 
-def table(text: str) -> list[tuple[str, str]]:
-    """Overrides, and below them a part of the error that they give."""
+EXACT = "policy.logprob_chunk_size=1024 megatron.defer_fp32_logits=true block.exact=true "
+
+
+def table(text: str) -> list[tuple[str, str, str]]:
+    """Driver and overrides, ``exact`` for :data:`EXACT`; below them a part of their error."""
     lines = text.strip().splitlines()
-    return [(o, said.strip()) for o, said in zip(lines[::2], lines[1::2], strict=True)]
+    found = []
+    for given, said in zip(lines[::2], lines[1::2], strict=True):
+        *driver, overrides = given.split(": ")
+        found.append(
+            ("".join(driver) or "grpo", overrides.replace("exact", EXACT, 1), said.strip())
+        )
+    return found
 
 
 @pytest.mark.parametrize(
-    ("kind", "overrides", "message"),
+    ("kind", "driver", "overrides", "message"),
     [(RecipeError, *row) for row in table(WRONG)]
     + [(UnsupportedError, *row) for row in table(NOT_SERVED)],
 )
 def test_a_wrong_config_is_refused_by_its_path(
-    kind: type[Fp8RLError], overrides: str, message: str
+    kind: type[Fp8RLError], driver: str, overrides: str, message: str
 ) -> None:
     with pytest.raises(kind) as raised:
-        read(config({}, overrides), GRPO)
+        read(config({}, overrides), DRIVERS[driver])
     assert message in str(raised.value)
-
-
-EXACT = "policy.logprob_chunk_size=1024 megatron.defer_fp32_logits=true block.exact=true "
 
 
 @pytest.mark.parametrize(
@@ -389,128 +402,154 @@ def test_what_is_not_exact_is_refused_by_its_key(overrides: str, path: str) -> N
     assert f"{path}'" in str(raised.value) and "exact" in str(raised.value)
 
 
-def test_what_exact_asks_for_in_place_of_a_value_is_another_one() -> None:
-    with pytest.raises(UnsupportedError, match=r"LOGPROBS' is 1, but .* set it to \"1\", or"):
-        read(config({}, EXACT + "megatron.env_vars.FP8RL_FUSED_LOGPROBS=1"), GRPO)
-    with pytest.raises(UnsupportedError, match="or set it to int8_per_token_head"):
-        read(config({}, EXACT + "vllm.async_engine=true"), GRPO)
-
-
-def test_exact_is_refused_where_nothing_is_compared() -> None:
-    given = config({}, EXACT + "~loss.fp8rl", distillation={})
-    with pytest.raises(RecipeError, match=r"exact' has no effect in run_distillation\.py"):
-        read(given, DRIVERS["distillation"])
-
-
-def test_exact_needs_scales_that_the_loop_sends() -> None:
-    ppo = config({}, EXACT, ppo={})
-    with pytest.raises(UnsupportedError, match=r"'run_ppo\.py' sends no KV scales"):
-        read(ppo, DRIVERS["ppo"])
-    for dtype in ("int8_per_token_head", "auto"):
-        keys = read(config({}, EXACT + f"block.kv_cache.dtype={dtype}"), DRIVERS["ppo"])
-        assert keys is not None and keys.recipe.exact
+MOE = {"model_type": "qwen3_moe", "num_experts": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    **{name: {"model_type": name} for name in ("qwen2", "qwen3", "llama", "apertus", "gemma2")},
+    "moe": MOE,
+    # The hub's files have the first name, transformers 5 writes the second.
+    "dense below": MOE | {"mlp_only_layers": [0]},
+    "renamed": {"model_type": "qwen3_moe", "num_local_experts": 4, "mlp_only_layers": [0]},
+    "of two kinds": {
+        "model_type": "qwen2_5_vl",
+        "text_config": {"num_hidden_layers": 2},
+        "vision_config": {},
+    },
+    "sparse": {"model_type": "deepseek_v32", "kv_lora_rank": 512},
+    "unknown experts": {"model_type": "new", "num_local_experts": 8},
+    "latent": {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": 8},
+}
+OFF = "block.rollout=false block.training=false "
+ROLLOUT, TRAINING = OFF + "block.rollout=true", OFF + "block.training=true"
+BF16_CACHE = "block.kv_cache.dtype=auto "
+TWO_RANKS = "megatron.tensor_model_parallel_size=2 vllm.tensor_parallel_size=2"
+PINS = r"vllm_cfg\.fp8rl\.pins\."
+NO_MODEL = r"vllm_cfg\.fp8rl' does not serve .* model"
 
 
 @pytest.mark.parametrize(
-    ("kind", "pins", "message"),
+    ("model", "overrides", "message"),
     [
-        ("qwen3", {}, None),
-        ("qwen2", {}, "serves models of type llama, qwen3.*, and .* of type 'qwen2'"),
-        ("llama", {"last": 1}, r"'model\.layers\.1\..*' is pinned to BF16"),
+        ("qwen3", "block.pins.layers=[0,-2]", None),
+        ("qwen3", "block.pins.first=1 block.pins.last=2", None),
+        ("qwen3", 'block.pins={"names":["model.layers.1.mlp.*"],"kinds":["qkv_proj"]}', None),
+        ("qwen3", "block.pins.layers=[1,2]", PINS + "layers: 2 matches nothing"),
+        ("qwen3", "block.pins.layers=[-3]", PINS + "layers: -3 matches nothing"),
+        ("qwen3", "block.pins.last=3", PINS + "last: 3 is more than the model's 2 layers"),
+        ("qwen3", 'block.pins.names=["model.layer.1.*"]', PINS + r"names: model\.layer\.1\..* no"),
+        ("qwen3", 'block.pins.names=["*.q_proj"]', PINS + "names: .* not all parts of the fused"),
+        ("dense below", 'block.pins.names=["model.layers.1.mlp.experts.*"]', None),
+        ("renamed", 'block.pins.names=["model.layers.1.mlp.experts.*"]', None),
+        ("renamed", 'block.pins.names=["model.layers.0.mlp.experts.*"]', "matches no module"),
+        ("qwen3", EXACT, None),
+        ("qwen2", EXACT, "serves models of type llama, qwen3.*, and .* of type 'qwen2'"),
+        ("llama", EXACT + "block.pins.last=1", r"'model\.layers\.1\..*' is pinned to BF16"),
+        ("moe", EXACT, None),
+        ("moe", EXACT + TWO_RANKS, "has experts, but"),
+        ("of two kinds", "", "a multimodal model .* remove the block"),
+        ("of two kinds", OFF, None),
+        ("sparse", ROLLOUT, NO_MODEL),
+        ("sparse", TRAINING, NO_MODEL),
+        ("unknown experts", ROLLOUT, NO_MODEL),
+        ("unknown experts", TRAINING, None),
+        ("apertus", ROLLOUT, NO_MODEL),
+        ("apertus", TRAINING, None),
+        ("gemma2", ROLLOUT, None),
+        ("gemma2", TRAINING, NO_MODEL),
+        ("latent", "", r"fp8rl\.kv_cache\.dtype' is fp8_e4m3, but .* set it to auto"),
+        ("latent", "block.kv_cache.dtype=int8_per_token_head", "no INT8 cache of latents; set it"),
+        ("latent", BF16_CACHE, None),
+        ("latent", BF16_CACHE + "block.pins.kinds=[a_proj,b_proj]", None),
+        ("latent", BF16_CACHE + 'block.pins.fp8=["*.kv_b_proj"]', None),
+        ("latent", "block.rollout=false block.kv_cache.dtype=fp8_e4m3", None),
     ],
 )
-def test_a_model_that_is_not_exact_is_refused_before_ray(
-    kind: str, pins: dict[str, Any], message: str | None, tmp_path: Path
+def test_what_does_not_fit_the_model_is_refused_before_ray(
+    model: str, overrides: str, message: str | None, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "num_hidden_layers": 2}))
-    made = MasterConfig(**config({"pins": pins}, EXACT, model_name=str(tmp_path)))
+    values = {"num_hidden_layers": 2, **MODELS[model]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    made = MasterConfig(**config({}, overrides, model_name=str(tmp_path)))
     if message is None:
         prepare(made, GRPO, lambda key: None)
         return
-    with pytest.raises(UnsupportedError, match=message):
+    before = copy.deepcopy(made.policy)
+    with pytest.raises(Fp8RLError, match=message):
         prepare(made, GRPO, lambda key: None)
+    assert made.policy == before
 
 
-def test_experts_are_exact_on_one_rank_alone(tmp_path: Path) -> None:
-    mixture = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4}
-    (tmp_path / "config.json").write_text(json.dumps(mixture))
-    ranks = "megatron.tensor_model_parallel_size=2 vllm.tensor_parallel_size=2"
-    for overrides, served in (("", True), (ranks, False)):
-        made = MasterConfig(**config({}, EXACT + overrides, model_name=str(tmp_path)))
-        with nullcontext() if served else pytest.raises(UnsupportedError, match="has experts, but"):
-            prepare(made, GRPO, lambda key: None)
+INT8 = "kv_cache.dtype=int8_per_token_head"
+EXACT_CACHES = ("int8_per_token_head", "auto")
+INT8_ENGINE = "generation.vllm_kwargs.kv_cache_dtype=int8_per_token_head"
+GROW = "block.kv_cache.recalibrate=grow vllm.async_engine=true "
 
 
-def test_engines_of_ppo_calibrate_themselves() -> None:
-    for megatron in ("true", "false"):
-        keys = read(config({}, f"megatron.enabled={megatron}"), DRIVERS["ppo"])
-        assert keys is not None
-        assert keys.recipe.kv_cache.dtype == "fp8_e4m3"
-        assert "vLLM calibrates them itself" in keys.notes[-2]
-    for asynchronous in ("vllm.async_engine=true", "ppo.async_ppo.enabled=true"):
-        with pytest.raises(UnsupportedError, match="cannot calibrate themselves"):
-            read(config({}, f"{asynchronous} block.kv_cache.recalibrate=grow"), DRIVERS["ppo"])
-
-
-@pytest.mark.parametrize("kind", ["grow", "start"])
 @pytest.mark.parametrize(
-    ("driver", "overrides"),
+    ("driver", "overrides", "asked", "announced"),
     [
-        ("grpo", ""),
-        ("grpo", "vllm.async_engine=true grpo.async_grpo.enabled=true"),
-        ("grpo", "vllm.async_engine=true grpo.async_grpo.in_flight_weight_updates=true"),
-        ("single_controller", "vllm.async_engine=true"),
+        ("grpo", "block.kv_cache.recalibrate=grow", "fp8_e4m3", "fp8"),
+        ("grpo", GROW + "grpo.async_grpo.enabled=true", "fp8_e4m3", "fp8"),
+        ("grpo", GROW + "grpo.async_grpo.in_flight_weight_updates=true", "fp8_e4m3", "fp8"),
+        ("single_controller", GROW, "fp8_e4m3", "fp8"),
+        ("single_controller", GROW.replace("grow", "start"), "fp8_e4m3", "fp8"),
+        # The engine makes the scales, or there are none: so the driver must not ask for them.
+        ("grpo", "megatron.enabled=false grpo.val_at_start=true", "fp8_e4m3", "auto"),
+        ("grpo", f"block.{INT8} vllm.async_engine=true", "int8_per_token_head", "auto"),
+        ("grpo", f"{INT8_ENGINE} vllm.async_engine=true", "int8_per_token_head", "auto"),
+        ("grpo", "block.rollout=false", None, "auto"),
     ],
 )
-def test_scales_that_last_allow_asynchronous_rollouts(
-    kind: str, driver: str, overrides: str
+def test_the_engine_has_the_cache_and_the_driver_is_told_of_scales_that_are_sent(
+    driver: str, overrides: str, asked: str | None, announced: str
 ) -> None:
-    run = MasterConfig(**config({"kv_cache": {"recalibrate": kind}}, overrides))
+    run = MasterConfig(**config({}, overrides))
     prepare(run, DRIVERS[driver], lambda key: None)
     announce_kv_scales(run.policy)
-    assert run.policy["generation"]["vllm_cfg"]["kv_cache_dtype"] == "fp8"
-    assert run.policy["generation"]["vllm_kwargs"]["kv_cache_dtype"] == "fp8_e4m3"
-
-
-def test_dtensor_trainers_run_in_bf16_and_say_so() -> None:
-    keys = read(config({}, "block.kv_cache.dtype=auto megatron.enabled=false"), GRPO)
-    assert keys is not None
-    assert not keys.recipe.training
-    assert keys.notes == ("the DTensor trainer runs in BF16; only the rollouts run in FP8.",)
-
-
-def test_without_scales_from_the_trainer_the_engine_calibrates_itself() -> None:
-    value = config({}, "megatron.enabled=false grpo.val_at_start=true")
-    keys = read(value, GRPO)
-    assert keys is not None
-    assert keys.recipe.kv_cache.dtype == "fp8_e4m3"
-    calibrates, attends = keys.notes[-2:]
-    assert "vLLM calibrates them itself" in calibrates
-    assert "attends over K and V in its own dtype" in attends and "DTensor workers" in attends
-    assert not keys.recipe.kv_cache.in_training
-    run = MasterConfig(**value)
-    prepare(run, GRPO, lambda key: None)
-    announce_kv_scales(run.policy)
     generation = run.policy["generation"]
-    assert generation["vllm_kwargs"]["kv_cache_dtype"] == "fp8_e4m3"
-    assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"  # so the driver asks for no scales
+    assert generation["vllm_cfg"]["kv_cache_dtype"] == announced
+    assert generation.get("vllm_kwargs", {}).get("kv_cache_dtype") == asked
 
 
-def test_attention_over_the_rollouts_cache_is_refused_where_the_trainer_never_learns_the_scales():
-    block = {"kv_cache": {"in_training": True}}
-    with pytest.raises(UnsupportedError, match=r"in_training' needs .*megatron_cfg\.enabled' true"):
-        read(config(block, "megatron.enabled=false"), GRPO)
-    with pytest.raises(UnsupportedError, match=r"in_training' needs 'grpo' or the single contro"):
-        read(config(block), DRIVERS["ppo"])  # its loop asks the trainer for no scales
-    left_off = read(config({}), DRIVERS["ppo"])
-    assert not left_off.recipe.kv_cache.in_training
-    assert "attends over K and V in its own dtype" in left_off.notes[-1]
-    assert "NeMo RL does not pass them back" in left_off.notes[-1]
-    assert read(config(block), GRPO).recipe.kv_cache.in_training
-    # A run from the config that a checkpoint keeps, with all keys written out.
-    first = read(config({}, "megatron.enabled=false"), GRPO).recipe
-    again = read(config(first.to_dict(), "megatron.enabled=false"), GRPO)
-    assert again.recipe == first
+DTENSOR = "the DTensor trainer runs in BF16; only the rollouts run in FP8."
+ITSELF = "vLLM calibrates them itself"
+OWN = r"attends over K and V in its own dtype.*DTensor workers"
+UNTOLD = r"attends over K and V in its own dtype.*NeMo RL does not pass them back"
+
+
+@pytest.mark.parametrize(
+    ("driver", "overrides", "in_training", "notes"),
+    [
+        ("grpo", "", True, []),
+        ("grpo", "block.kv_cache.in_training=true", True, []),
+        ("grpo", "block.kv_cache.dtype=auto megatron.enabled=false", False, [DTENSOR]),
+        ("grpo", "megatron.enabled=false", False, [DTENSOR, ITSELF, OWN]),
+        ("ppo", "", False, [ITSELF, UNTOLD]),
+        ("ppo", "megatron.enabled=false", False, [DTENSOR, ITSELF, OWN]),
+        # Of an INT8 cache nothing has to be sent, so it depends on the trainer alone.
+        *((driver, f"block.{INT8}", True, []) for driver in ("grpo", "ppo", "single_controller")),
+        *((driver, INT8_ENGINE, True, []) for driver in ("grpo", "ppo", "single_controller")),
+        ("ppo", f"block.{INT8} block.kv_cache.in_training=true", True, []),
+        ("grpo", f"block.{INT8} megatron.enabled=false", False, [DTENSOR, OWN]),
+        ("grpo", f"{INT8_ENGINE} megatron.enabled=false", False, [DTENSOR, OWN]),
+        *(("ppo", EXACT + f"block.kv_cache.dtype={t}", "int8" in t, []) for t in EXACT_CACHES),
+        (
+            "grpo",
+            "policy.quant_cfg=NVFP4_DEFAULT_CFG megatron.enabled=false ~megatron.fp8rl",
+            False,
+            [DTENSOR, ITSELF, OWN],
+        ),
+    ],
+)
+def test_a_trainer_attends_over_the_rollouts_cache_where_it_can_and_says_where_not(
+    driver: str, overrides: str, in_training: bool, notes: list[str]
+) -> None:
+    keys = read(config({}, overrides), DRIVERS[driver])
+    assert keys is not None and keys.recipe.rollout
+    assert keys.recipe.training == (DTENSOR not in notes)
+    assert keys.recipe.kv_cache.in_training is in_training
+    assert len(keys.notes) == len(notes), keys.notes
+    for said, expected in zip(keys.notes, notes, strict=True):
+        assert re.search(expected, said)
 
 
 @pytest.mark.parametrize(
@@ -530,41 +569,21 @@ def test_rollouts_rotate_as_the_trainer_does(
     assert recipe(block, overrides).rope_dtype == expected
 
 
-@pytest.mark.parametrize("trainer", ["", "block.kv_cache.in_training=true "])
-@pytest.mark.parametrize("place", ["block.kv_cache.dtype", "generation.vllm_kwargs.kv_cache_dtype"])
-def test_a_megatron_trainer_attends_over_an_int8_cache_whatever_the_loop(
-    place: str, trainer: str
-) -> None:
-    """Nothing has to be sent, so it depends on the trainer alone."""
-    if place != "block.kv_cache.dtype" and trainer:
-        trainer += "block.kv_cache.dtype=int8_per_token_head "
-    overrides = f"{trainer}{place}=int8_per_token_head"
-    for driver in ("grpo", "ppo", "single_controller"):
-        keys = read(config({}, overrides), DRIVERS[driver])
-        assert keys.recipe.kv_cache.in_training and not keys.notes
-    if not trainer:
-        off = read(config({}, f"megatron.enabled=false {overrides}"), GRPO)
-        assert not off.recipe.kv_cache.in_training
-        assert "attends over K and V in its own dtype" in off.notes[-1]
-        assert "DTensor workers do not round K and V" in off.notes[-1]
-        return
-    with pytest.raises(UnsupportedError, match=r"in_training' needs .*DTensor trainer attends"):
-        read(config({}, f"megatron.enabled=false {overrides}"), GRPO)
-
-
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "again"),
     [
-        "block.kv_cache.dtype=auto",
-        "block.kv_cache.dtype=int8_per_token_head",
-        "block.rollout=false",
-        "~vllm.fp8rl",
+        ("block.kv_cache.dtype=auto", ""),
+        ("block.kv_cache.dtype=int8_per_token_head", ""),
+        ("block.rollout=false", ""),
+        ("~vllm.fp8rl", "~vllm.fp8rl"),
+        ("megatron.enabled=false", "megatron.enabled=false"),
     ],
 )
-def test_a_block_with_every_key_is_read_again(overrides: str) -> None:
+def test_a_block_with_every_key_is_read_again(overrides: str, again: str) -> None:
+    """From the config that a checkpoint keeps, with all keys written out."""
     first = recipe({}, overrides)
     assert first.kv_cache.in_training is ("int8" in overrides), "where the cache has 8 bits"
-    assert recipe(first.to_dict(), overrides if overrides.startswith("~") else "") == first
+    assert recipe(first.to_dict(), again) == first
 
 
 def test_workers_get_the_merged_recipe_and_upstreams_fp8_is_off() -> None:
@@ -619,104 +638,6 @@ def test_a_config_without_keys_is_left_as_it_is() -> None:
     assert run.model_dump() == before
 
 
-def test_bf16_rollouts_keep_upstreams_engine() -> None:
-    run = MasterConfig(**config({"rollout": False}))
-    prepare(run, GRPO, lambda key: None)
-    assert "vllm_kwargs" not in run.policy["generation"]
-    announce_kv_scales(run.policy)
-    assert run.policy["generation"]["vllm_cfg"]["kv_cache_dtype"] == "auto"
-
-
-@pytest.mark.parametrize(
-    ("pins", "message"),
-    [
-        ({"layers": [0, -2]}, None),
-        ({"first": 1, "last": 2}, None),
-        ({"names": ["model.layers.1.mlp.*"], "kinds": ["qkv_proj"]}, None),
-        ({"layers": [1, 2]}, r"vllm_cfg\.fp8rl\.pins\.layers: 2 matches nothing"),
-        ({"layers": [-3]}, r"vllm_cfg\.fp8rl\.pins\.layers: -3 matches nothing"),
-        ({"last": 3}, r"vllm_cfg\.fp8rl\.pins\.last: 3 is more than the model's 2 layers"),
-        ({"names": ["model.layer.1.*"]}, r"fp8rl\.pins\.names: model\.layer\.1\.\* matches no"),
-        ({"names": ["*.q_proj"]}, r"fp8rl\.pins\.names: .* but not all parts of the fused"),
-    ],
-)
-def test_a_pin_that_does_not_fit_the_model_is_refused(
-    pins: dict[str, Any], message: str | None, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 2}')
-    made = MasterConfig(**config({"pins": pins}, model_name=str(tmp_path)))
-    if message is None:
-        prepare(made, GRPO, lambda key: None)
-        return
-    before = copy.deepcopy(made.policy)
-    with pytest.raises(RecipeError, match=message):
-        prepare(made, GRPO, lambda key: None)
-    assert made.policy == before
-
-
-def test_a_multimodal_model_is_refused(tmp_path: Path) -> None:
-    text = {"model_type": "qwen2_5_vl", "text_config": {"num_hidden_layers": 2}}
-    (tmp_path / "config.json").write_text(json.dumps(text | {"vision_config": {}}))
-    value = config({}, model_name=str(tmp_path))
-    with pytest.raises(UnsupportedError, match=r"a multimodal model .* remove the block"):
-        prepare(MasterConfig(**value), GRPO, lambda key: None)
-    off = {"rollout": False, "training": False}
-    prepare(MasterConfig(**config(off, model_name=str(tmp_path))), GRPO, lambda key: None)
-
-
-@pytest.mark.parametrize(
-    ("model", "refused_by"),
-    [
-        ({"model_type": "deepseek_v32", "kv_lora_rank": 512}, ("rollout", "training")),
-        ({"model_type": "new", "num_local_experts": 8}, ("rollout",)),
-        ({"model_type": "apertus"}, ("rollout",)),
-        ({"model_type": "gemma2"}, ("training",)),
-    ],
-)
-def test_a_model_that_workers_would_refuse_is_refused_before_ray(
-    model: dict[str, Any], refused_by: tuple[str, ...], tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**model, "num_hidden_layers": 2}))
-    for name in ("rollout", "training"):
-        block = {"rollout": False, "training": False, name: True}
-        run = MasterConfig(**config(block, model_name=str(tmp_path)))
-        if name in refused_by:
-            with pytest.raises(UnsupportedError, match=r"vllm_cfg\.fp8rl' does not serve .* model"):
-                prepare(run, GRPO, lambda key: None)
-        else:
-            prepare(run, GRPO, lambda key: None)
-
-
-@pytest.mark.parametrize("place", ["block.kv_cache.dtype", "generation.vllm_kwargs.kv_cache_dtype"])
-def test_an_int8_cache_needs_no_scales(place: str) -> None:
-    run = MasterConfig(**config({}, f"{place}=int8_per_token_head vllm.async_engine=true"))
-    prepare(run, GRPO, lambda key: None)
-    announce_kv_scales(run.policy)
-    generation = run.policy["generation"]
-    assert generation["vllm_kwargs"]["kv_cache_dtype"] == "int8_per_token_head"
-    assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"  # so the driver asks for no scales
-    assert run.policy["megatron_cfg"]["fp8rl"]["kv_cache"]["in_training"]
-
-
-def test_an_fp8_cache_of_latents_is_refused_before_ray(tmp_path: Path) -> None:
-    shape = {"kv_lora_rank": 512, "n_routed_experts": 8, "num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"} | shape))
-
-    def ready(kv_cache: str, **block: Any) -> None:
-        block |= {"kv_cache": {"dtype": kv_cache}}
-        prepare(MasterConfig(**config(block, model_name=str(tmp_path))), GRPO, lambda key: None)
-
-    message = r"vllm_cfg\.fp8rl\.kv_cache\.dtype' is fp8_e4m3, but .* set it to auto"
-    with pytest.raises(UnsupportedError, match=message):
-        ready("fp8_e4m3")
-    with pytest.raises(UnsupportedError, match=r"no INT8 cache of latents; set it to auto"):
-        ready("int8_per_token_head")
-    ready("auto")
-    ready("auto", pins={"kinds": ["a_proj", "b_proj"]})
-    ready("auto", pins={"fp8": ["*.kv_b_proj"]})
-    ready("fp8_e4m3", rollout=False)
-
-
 def test_pins_of_a_model_that_is_not_here_are_left_to_the_workers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -759,54 +680,17 @@ def test_grouped_experts_without_deepgemm_are_warned_of_in_the_driver(
             assert remedy in text
 
 
-@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
-def test_pins_of_experts_are_matched_too(key: str, tmp_path: Path) -> None:
-    model = {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 2,
-        key: 4,  # the hub's files have the first name, transformers 5 writes the second
-        "mlp_only_layers": [0],
-    }
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    for layer, fits in ((1, True), (0, False)):
-        pins = {"names": [f"model.layers.{layer}.mlp.experts.*"]}
-        made = MasterConfig(**config({"pins": pins}, model_name=str(tmp_path)))
-        if fits:
-            prepare(made, GRPO, lambda key: None)
-        else:
-            with pytest.raises(RecipeError, match="matches no module"):
-                prepare(made, GRPO, lambda key: None)
-
-
-def test_a_dtensor_trainer_may_have_upstreams_other_quantization() -> None:
-    keys = read(
-        config({}, "policy.quant_cfg=NVFP4_DEFAULT_CFG megatron.enabled=false ~megatron.fp8rl"),
-        GRPO,
-    )
-    assert keys is not None
-    assert keys.recipe.rollout
-    assert not keys.recipe.training
-
-
-def test_the_attention_backends_are_those_the_engine_plugin_knows() -> None:
+def test_the_backends_are_those_of_the_engine_plugin_and_of_vllm() -> None:
     from vllm.config import CompilationConfig
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
+    from vllm_fp8rl.kernels.moe import fused_moe
     from vllm_fp8rl.quantization.kv_cache import check_backend
 
     for name in KV_BACKENDS["fp8_e4m3"]:
         check_backend(name, CompilationConfig(cudagraph_mode="NONE"))
-
-
-def test_vllm_has_an_int8_cache_in_the_backend_that_is_allowed() -> None:
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
-
     assert (TritonAttentionBackend.get_name(),) == KV_BACKENDS["int8_per_token_head"]
     assert "int8_per_token_head" in TritonAttentionBackend.supported_kv_cache_dtypes
-
-
-def test_the_moe_backends_are_those_the_engine_plugin_serves() -> None:
-    from vllm_fp8rl.kernels.moe import fused_moe
-
     assert set(MOE_BACKENDS) == {"auto", *fused_moe._BACKENDS}
 
 

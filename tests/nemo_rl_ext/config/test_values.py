@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -15,6 +14,7 @@ from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.values import _KINDS
 from nemo_rl_ext.config.values import _MAPPINGS as MAPPINGS
+from support.nemo_rl import put
 
 HOSTILE: tuple[Any, ...] = (
     *(3, -1, 1.5, math.nan, True, False, "yes", "false", "2", ""),
@@ -52,13 +52,6 @@ def config(**changes: Any) -> dict[str, Any]:
     for path, new in changes.items():
         put(value, path, new)
     return value
-
-
-def put(config: dict[str, Any], path: str, new: Any) -> None:
-    *sections, key = path.split(".")
-    for section in sections:
-        config = config.setdefault(section, {})
-    config[key] = copy.deepcopy(new)
 
 
 def paths_of(value: dict[str, Any], path: str = "") -> list[str]:

@@ -84,8 +84,14 @@ def test_rejected_sequences_leave_the_sample_mask_and_tokens_the_token_mask() ->
 
 
 def test_a_batch_that_is_rejected_whole_leaves_the_step_out() -> None:
-    data = batch([1.0, 1.0])
     rejection = Rejection(level="sequence", high=1.5)
+    run = BatchCorrection(ImportanceSampling(rejection=rejection), MismatchGuard(GuardConfig()))
+    metrics = run.correct(batch([0.2, 0.2]))  # e^0.8 for four tokens; 1.22 is above tighten_above
+    assert "fp8rl/guard_rejected_share" not in metrics, "the guard tightens nothing there"
+    assert metrics["fp8rl/step_skipped"] == 1.0
+    assert metrics["fp8rl/guard_level"] == LEVELS.index("skip")
+
+    data = batch([1.0, 1.0])
     run = BatchCorrection(ImportanceSampling(rejection=rejection))
     metrics = run.correct(data)
     assert metrics["fp8rl/all_rejected"] == metrics["fp8rl/step_skipped"] == 1.0
@@ -161,15 +167,6 @@ def test_the_metrics_of_a_step_in_pieces_are_those_of_its_whole_batch() -> None:
     expected = correct(rollout, rollout + gaps, mask, settings).metrics
     for name, value in expected.items():
         assert metrics[f"fp8rl/{name}"] == pytest.approx(value, rel=1e-5, abs=1e-7), name
-
-
-def test_the_guard_tightens_nothing_where_all_is_rejected() -> None:
-    rejection = Rejection(level="sequence", high=1.5)
-    run = BatchCorrection(ImportanceSampling(rejection=rejection), MismatchGuard(GuardConfig()))
-    metrics = run.correct(batch([0.2, 0.2]))  # e^0.8 for four tokens; 1.22 is above tighten_above
-    assert "fp8rl/guard_rejected_share" not in metrics
-    assert metrics["fp8rl/step_skipped"] == 1.0
-    assert metrics["fp8rl/guard_level"] == LEVELS.index("skip")
 
 
 FAR = 0.2
@@ -287,23 +284,21 @@ def test_an_empty_batch_is_left_alone_and_nan_is_told() -> None:
         BatchCorrection(ImportanceSampling()).correct(data)
 
 
-def test_the_guard_rises_at_once_and_falls_after_good_steps_in_a_row() -> None:
-    guard = MismatchGuard(GuardConfig(release_after=2))
-    seen = [guard.observe(e) for e in (1.01, 1.2, 1.01, 1.07, 1.01, 1.01, 1.01)]
-    assert seen == ["normal", "tight", "tight", "tight", "tight", "normal", "normal"]
-
-
-def test_the_guard_ends_the_run_after_skips_in_a_row() -> None:
-    guard = MismatchGuard(GuardConfig(fallback_after=2, release_after=2))
-    seen = [guard.observe(e) for e in (1.6, 1.6, 1.2, 1.6, float("inf"), 1.6)]
-    assert seen == ["skip", "skip", "tight", "skip", "skip", "stop"]
-
-
-def test_each_change_of_the_guard_is_logged_with_its_reason(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("errors", "levels"),
+    [
+        ((1.01, 1.2, 1.01, 1.07, 1.01, 1.01, 1.01), "normal tight tight tight tight normal normal"),
+        ((1.6, 1.6, 1.2, 1.6, math.inf, 1.6), "skip skip tight skip skip stop"),
+    ],
+)
+def test_the_guard_rises_at_once_falls_after_good_steps_and_ends_the_run_after_skips(
+    errors: tuple[float, ...], levels: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    MismatchGuard(GuardConfig()).observe(1.2)
-    assert "normal -> tight: token_mult_prob_error is 1.2000" in caplog.text
+    guard = MismatchGuard(GuardConfig(fallback_after=2, release_after=2))
+    assert [guard.observe(error) for error in errors] == levels.split()
+    first = next(error for error in errors if error > 1.1)
+    change = f"normal -> {'tight' if first < 1.5 else 'skip'}"
+    assert f"{change}: token_mult_prob_error is {first:.4f}" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from nemo_rl_ext import (
     merge_metrics,
     reject,
 )
+from nemo_rl_ext.grpo.importance_sampling import Correction
 
 PLUGINS = PluginManager(discover=False)
 PLUGINS.register(hooks)
@@ -35,6 +36,7 @@ HARD = ImportanceSampling(
     rejection=Rejection(level="geometric", high=2.0),
     token_veto=0.1,
 )
+NAN, INF = math.nan, math.inf
 GSPO = GRPOConfig(loss_mode="gspo", loss_aggregation="sequence", kl_coefficient=0.1)
 
 HOSTILE: dict[str, Any] = {
@@ -61,6 +63,19 @@ HOSTILE: dict[str, Any] = {
     "quantized": torch.quantize_per_tensor(GOOD, 0.1, 0, torch.quint8),
     "a tuple of tensors": (GOOD, MASK),
 }
+
+
+def with_at(value: float, row: int, token: int) -> torch.Tensor:
+    changed = GOOD.clone()
+    changed[row, token] = value
+    return changed
+
+
+def weighted(weight: float = 1.0) -> Correction:
+    """Weights of one, but for row 1, token 1."""
+    weights = torch.ones(2, 3)
+    weights[1, 1] = weight
+    return Correction(weights, MASK, {})
 
 
 def with_defaults(function: Callable[..., Any], **defaults: Any) -> Callable[..., Any]:
@@ -91,6 +106,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "gspo": (
         with_defaults(GRPOLoss(GSPO, ImportanceSampling(), PLUGINS), **BATCH),
         (*BATCH, "correction", "normalizer"),
+    ),
+    "hard": (
+        with_defaults(GRPOLoss(GRPOConfig(), HARD, PLUGINS), **BATCH),
+        (),
     ),
     "normalizer": (PPO_LOSS.normalizer, ("mask",)),
     "advantages": (
@@ -130,11 +149,44 @@ def test_no_argument_ends_in_a_traceback(function: str, argument: str) -> None:
         ("advantages", {"group_ids": [0, 0, 0]}, "group_ids must be a tensor, not list"),
         ("advantages", {"rewards": torch.ones(3).cfloat()}, "rewards must be real numbers"),
         ("advantages", {"eps": -1.0}, "eps is -1.0; give a number of at least 0"),
+        ("advantages", {"group_ids": GROUPS[:2]}, r"rewards \(3,\) and group_ids \(2,\)"),
+        (
+            "advantages",
+            {"rewards": torch.zeros(2, 2), "group_ids": torch.zeros(2, 2, dtype=torch.long)},
+            r"must both be \[B\]",
+        ),
+        ("advantages", {"group_ids": torch.zeros(3)}, "group_ids must be integers, not torch.fl"),
+        ("advantages", {"rewards": torch.tensor([0.0, NAN, 0.0])}, r"rewards\[1\] is nan"),
+        ("advantages", {"rewards": torch.tensor([INF, 0.0, 0.0])}, r"rewards\[0\] is inf"),
+        ("correct", {"trainer_logprobs": torch.zeros(2, 4)}, r"trainer_logprobs \(2, 4\)"),
+        ("correct", dict.fromkeys((*LOGPROBS, "mask"), GOOD[0]), r"\[B, T\]"),
+        ("correct", {"mask": torch.zeros(2, 3)}, "mask counts no token"),
+        ("correct", {"rollout_logprobs": with_at(NAN, 1, 2)}, "row 1, token 2"),
+        ("correct", {"trainer_logprobs": with_at(NAN, 1, 2)}, "row 1, token 2"),
+        ("correct", dict.fromkeys(LOGPROBS, with_at(-INF, 1, 2)), "row 1, token 2"),
         ("correct", {"rollout_logprobs": GOOD.int()}, "rollout_logprobs must be floating-point"),
         ("correct", {"trainer_logprobs": MASK}, "trainer_logprobs must be floating-point numbers"),
         ("correct", {"mask": MASK / 2}, "mask .* holds other numbers than 0 and 1; give a bool"),
         ("correct", {"mask": MASK * math.nan}, "mask .* holds other numbers than 0 and 1"),
         ("correct", {"mask": MASK.to("meta")}, "mask must be a dense tensor with values"),
+        ("loss", {"old_logprobs": GOOD[:, :2]}, r"old_logprobs \(2, 2\)"),
+        ("loss", {"advantages": torch.zeros(3)}, r"advantages \(3,\) must be \[B\] or \[B, T\]"),
+        ("loss", {"advantages": torch.tensor([0.0, NAN])}, "is NaN at row 1, token 0"),
+        ("loss", {"advantages": with_at(INF, 0, 2)}, "advantages is inf at row 0, token 2, .*1 su"),
+        ("loss", {"advantages": with_at(-INF, 0, 2)}, "is -inf at row 0, token 2, .*1 such"),
+        (  # beyond float32
+            "loss",
+            {"advantages": torch.tensor([0.0, 1e300], dtype=torch.float64)},
+            "advantages is inf at row 1, token 0",
+        ),
+        ("loss", {"correction": weighted(INF)}, "importance weight is inf at row 1, token 1"),
+        ("loss", {"correction": weighted().rows(slice(0, 1))}, r"correction \(1, 3\)"),
+        ("loss", {"current_logprobs": with_at(NAN, 1, 0)}, "current_logprobs - old_logprobs is Na"),
+        ("loss", {"reference_logprobs": with_at(NAN, 1, 0)}, "- current_logprobs is NaN"),
+        ("loss", {"mask": torch.zeros(2, 3)}, "mask counts no token"),
+        *(("loss", {"normalizer": n}, "normalizer is .* for 6 kept") for n in (0, -1, NAN, INF)),
+        ("gspo", {"reference_logprobs": None}, r"kl_coefficient is 0\.1, which needs"),
+        ("hard", {"normalizer": 4}, "self_normalize is a mean over the whole batch"),
         ("loss", {"current_logprobs": GOOD.int()}, "current_logprobs must be floating-point"),
         ("loss", {"advantages": [1.0, 1.0]}, "advantages must be a tensor, not list"),
         ("loss", {"normalizer": "4"}, "normalizer must be one number, not str"),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fp8rl.errors import BatchError, PluginError
+from fp8rl.errors import PluginError
 from fp8rl.mismatch import mismatch_metrics
 from fp8rl.recipe import ImportanceSampling, Rejection
 from nemo_rl_ext.grpo.importance_sampling import Correction, correct
@@ -157,16 +157,6 @@ def test_with_no_reachable_bound_the_weight_is_capped_and_finite() -> None:
     assert got.weights[0].tolist() == pytest.approx([math.exp(20)] * 4, rel=1e-5)
 
 
-def test_each_token_is_clamped_before_the_sum() -> None:
-    rollout = torch.tensor([[-60.0, 0.0]])
-    trainer = torch.tensor([[0.0, -19.0]], requires_grad=True)
-    c = ImportanceSampling(level="sequence", high=100.0)
-    got = correct(rollout, trainer, torch.ones(1, 2), c)
-    # 60 counts as 20: exp(20 - 19), not min(exp(60 - 19), 100).
-    assert got.weights[0].tolist() == pytest.approx([math.e] * 2, rel=1e-5)
-    assert not got.weights.requires_grad
-
-
 def test_bfloat16_is_upcast_before_the_subtraction() -> None:
     rollout = torch.tensor([[-2.0, -1.0]], dtype=torch.bfloat16)
     trainer = torch.tensor([[-2.015625, -0.003]], dtype=torch.bfloat16)
@@ -179,28 +169,6 @@ def test_bfloat16_is_upcast_before_the_subtraction() -> None:
     in_bf16 = (trainer - rollout).float().exp()[0, 1].item()
     token = correct(rollout, trainer, torch.ones(1, 2), ImportanceSampling(high=10.0))
     assert abs(token.weights[0, 1].item() - in_bf16) > 1e-4
-
-
-@pytest.mark.parametrize("which", ["rollout", "trainer", "both infinite"])
-def test_nan_at_a_counted_token_is_an_error_that_names_it(which: str) -> None:
-    rollout, trainer = torch.zeros(2, 3), torch.zeros(2, 3)
-    if which == "rollout":
-        rollout[1, 2] = torch.nan
-    elif which == "trainer":
-        trainer[1, 2] = torch.nan
-    else:
-        rollout[1, 2] = trainer[1, 2] = -torch.inf
-    with pytest.raises(BatchError, match="row 1, token 2"):
-        correct(rollout, trainer, torch.ones(2, 3), ImportanceSampling(mode="off"))
-
-
-def test_wrong_shapes_and_an_empty_mask_are_errors() -> None:
-    with pytest.raises(BatchError, match=r"trainer_logprobs \(2, 4\)"):
-        correct(torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3), ImportanceSampling())
-    with pytest.raises(BatchError, match=r"\[B, T\]"):
-        correct(torch.zeros(3), torch.zeros(3), torch.ones(3), ImportanceSampling())
-    with pytest.raises(BatchError, match="mask counts no token"):
-        correct(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3), ImportanceSampling())
 
 
 @pytest.mark.parametrize("self_normalize", [False, True])

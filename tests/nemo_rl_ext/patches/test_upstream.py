@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,29 @@ def test_a_method_in_whose_place_ours_stands_may_get_no_parameters(
     compare("self, transport", "self, transport, partial=False")
     with pytest.raises(UnsupportedError, match=r"takes \(self, transport, partial=\.\.\.\)"):
         compare("self, transport", "self, transport, partial=False", replaced=True)
+
+
+def test_a_decorated_function_is_compared_by_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NeMo RL's NVTX decorator hides the parameters of the functions that it wraps."""
+    for name, parameter in (("fits", "config_path"), ("differs", "path")):
+        text = f"""
+def named(f):
+    return lambda *args, **kwargs: f(*args, **kwargs)
+
+@named
+def load_config({parameter}): ...
+"""
+        (tmp_path / f"{name}_of_a_test.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    upstreams = [
+        Upstream(f"{n}_of_a_test", "load_config", "config_path") for n in ("fits", "differs")
+    ]
+    fits, differs = (importlib.import_module(upstream.module) for upstream in upstreams)
+    resolve(fits, upstreams[0])
+    with pytest.raises(UnsupportedError, match=r"takes \(path\), which does not fit \(config_path"):
+        resolve(differs, upstreams[1])
 
 
 def test_what_is_gone_is_told_by_name(tmp_path: Path) -> None:

@@ -27,15 +27,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return answer(run_forked(SCRIPT, root, timeout=240))
 
 
-def test_requests_go_on_where_no_scale_has_changed(found: dict[str, Any]) -> None:
+def test_requests_go_on_where_no_scale_has_changed_or_a_refit_failed_before_its_first_write(
+    found: dict[str, Any],
+) -> None:
     assert found["same"] == [True, found["a"]]
-
-
-def test_where_a_scale_grows_requests_compute_their_keys_again(found: dict[str, Any]) -> None:
-    old_tokens, rest_is_of_the_new_weights = found["split"]
-    assert found["grown"] is True
-    assert 5 <= old_tokens < LENGTH
-    assert rest_is_of_the_new_weights is True
+    assert found["unchanged"] == [False, found["a"]]
 
 
 def test_an_engine_that_was_paused_stays_paused(found: dict[str, Any]) -> None:
@@ -43,10 +39,12 @@ def test_an_engine_that_was_paused_stays_paused(found: dict[str, Any]) -> None:
     assert found["a_again"] == found["a"]
 
 
-def test_a_refit_that_failed_before_the_first_write_lets_requests_go_on(
-    found: dict[str, Any],
-) -> None:
-    assert found["unchanged"] == [False, found["a"]]
+def test_where_a_scale_grows_requests_compute_their_keys_again(found: dict[str, Any]) -> None:
+    old_tokens, rest_is_of_the_new_weights = found["split"]
+    assert found["grown"] is True
+    assert 5 <= old_tokens < LENGTH
+    assert rest_is_of_the_new_weights is True
+    assert found["naive"] == "EngineDeadError", "upstream's method alone mixes scales"
 
 
 def test_after_a_refit_that_broke_off_the_engine_pauses_until_the_next_one(
@@ -115,9 +113,3 @@ def test_an_engine_that_may_not_run_is_not_resumed(
     answers.update(update=True, kv_codes_outdated=False)
     assert asyncio.run(worker.update_weights_from_collective_async()) is True
     assert not worker.llm.paused
-
-
-def test_upstreams_method_alone_ends_the_engine_before_it_mixes_scales(
-    found: dict[str, Any],
-) -> None:
-    assert found["naive"] == "EngineDeadError"

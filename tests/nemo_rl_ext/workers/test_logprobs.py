@@ -65,35 +65,27 @@ def upstream(monkeypatch: pytest.MonkeyPatch, kind: type, wanted: str | None) ->
 CHUNKED = {"logprob_chunk_size": 256}
 
 
-@pytest.mark.parametrize("wanted", [None, "1"])
-def test_it_takes_the_place_of_upstreams_class(
-    monkeypatch: pytest.MonkeyPatch, wanted: str | None
+@pytest.mark.parametrize(
+    ("wanted", "exact", "policy", "stands"),
+    [
+        (None, False, CHUNKED, FusedLogprob),
+        ("1", False, CHUNKED, FusedLogprob),
+        (None, True, CHUNKED, ExactLogprob),
+        ("0", False, CHUNKED, Theirs),
+        (None, False, {}, Theirs),  # log-probabilities are not computed in chunks
+    ],
+)
+def test_which_class_stands_in_the_place_of_upstreams(
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: str | None,
+    exact: bool,
+    policy: dict[str, Any],
+    stands: type,
 ) -> None:
     module = upstream(monkeypatch, Theirs, wanted)
     for _ in range(2):  # a second worker of the process finds ours
-        fuse_logprobs(CHUNKED)
-        assert module.ChunkedDistributedLogprob is FusedLogprob
-
-
-def test_exact_takes_it_whatever_else_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = upstream(monkeypatch, Theirs, None)
-    for _ in range(2):
-        fuse_logprobs(CHUNKED, exact=True)
-        assert module.ChunkedDistributedLogprob is ExactLogprob
-    module = upstream(monkeypatch, Others, None)
-    with pytest.raises(UnsupportedError, match="or set exact to false in the fp8rl block"):
-        fuse_logprobs(CHUNKED, exact=True)
-    assert module.ChunkedDistributedLogprob is Others
-
-
-@pytest.mark.parametrize(("wanted", "policy"), [("0", CHUNKED), (None, {})])
-def test_upstreams_class_stays(
-    monkeypatch: pytest.MonkeyPatch, wanted: str | None, policy: dict[str, Any]
-) -> None:
-    """Where that is asked for, and where log-probabilities are not computed in chunks."""
-    module = upstream(monkeypatch, Theirs, wanted)
-    fuse_logprobs(policy)
-    assert module.ChunkedDistributedLogprob is Theirs
+        fuse_logprobs(policy, exact=exact)
+        assert module.ChunkedDistributedLogprob is stands
 
 
 def test_a_class_with_other_arguments_stays_and_is_told(
@@ -106,16 +98,17 @@ def test_a_class_with_other_arguments_stays_and_is_told(
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy", "remedy"),
+    ("kind", "policy", "exact", "remedy"),
     [
-        (Others, CHUNKED, "check out that commit, or remove FP8RL_FUSED_LOGPROBS"),
-        (Theirs, {}, "set policy.logprob_chunk_size"),
+        (Others, CHUNKED, False, "check out that commit, or remove FP8RL_FUSED_LOGPROBS"),
+        (Theirs, {}, False, "set policy.logprob_chunk_size"),
+        (Others, CHUNKED, True, "or set exact to false in the fp8rl block"),
     ],
 )
 def test_what_is_asked_for_and_cannot_be_is_refused(
-    monkeypatch: pytest.MonkeyPatch, kind: type, policy: dict[str, Any], remedy: str
+    monkeypatch: pytest.MonkeyPatch, kind: type, policy: dict[str, Any], exact: bool, remedy: str
 ) -> None:
-    module = upstream(monkeypatch, kind, "1")
+    module = upstream(monkeypatch, kind, None if exact else "1")
     with pytest.raises(UnsupportedError, match=remedy):
-        fuse_logprobs(policy)
+        fuse_logprobs(policy, exact=exact)
     assert module.ChunkedDistributedLogprob is kind

@@ -64,6 +64,7 @@ def test_values_come_behind_their_prompts_and_nowhere_else() -> None:
         for j, token in enumerate(row):
             expected[i, prompts[i] + j] = -0.1 * token - j
     assert torch.equal(written, expected)
+    assert kept.outputs is llm.outputs, "the engine is reached through it"
 
 
 @pytest.mark.parametrize(
@@ -90,11 +91,6 @@ def test_values_of_another_source_are_not_written_over() -> None:
     kept.generate("prompts")
     with pytest.raises(RuntimeError, match="does not get from vLLM's outputs"):
         kept.write(torch.full((1, 3), -1.0), torch.tensor([2]))
-
-
-def test_the_engine_is_reached_through_it() -> None:
-    llm = Llm([])
-    assert SampledLogprobs(llm).outputs is llm.outputs
 
 
 class Upstream:

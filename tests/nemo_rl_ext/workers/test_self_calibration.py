@@ -107,13 +107,10 @@ def test_whole_sequences_leave_room_for_one_token(engine: Engine) -> None:
     engine.greedy(PROMPTS)
 
 
-def test_few_sequences_from_all_over_a_batch() -> None:
+def test_few_sequences_from_all_over_a_batch_within_a_budget_of_tokens() -> None:
     chosen = self_calibration._spread([i // 16, 7] for i in range(16 * 200))
     assert len(chosen) <= SEQUENCES
     assert chosen == [(i, 7) for i in range(0, 200, 4)]
-
-
-def test_a_budget_of_tokens() -> None:
     half = (1,) * (TOKENS // 2)
     assert len(self_calibration._within_budget([half, half, half])) == 2
     assert len(self_calibration._within_budget([half * 3, half])) == 1

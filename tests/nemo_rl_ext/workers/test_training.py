@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,16 +165,6 @@ def test_the_model_is_converted_and_pinned_before_it_is_wrapped(
     assert upstream.setup_model_and_optimizer is upstream_setup, "other workers' is as it was"
 
 
-def test_a_frozen_teacher_that_has_the_policys_section_stays_in_bf16() -> None:
-    """GRPO's teachers (`on_policy_distillation`) get a copy of it, and no optimizer.
-
-    Naively they would be converted by the pins of another model, and nothing would tell.
-    """
-    worker = Worker(policy({}), init_optimizer=False)
-    assert not any("Fp8" in type(m).__name__ for m in worker.model.modules())
-    assert worker._qkv_observer is None
-
-
 @pytest.mark.parametrize("block", [{}, {"training": False}])
 @pytest.mark.parametrize("optimizer", [True, False])
 def test_every_model_is_built_without_the_norm_of_queries(
@@ -209,10 +198,22 @@ def test_every_model_is_built_without_the_norm_of_queries(
     assert resolver.choose == "stock"
 
 
-def test_bf16_training_keeps_the_model_but_observes_it() -> None:
-    worker = Worker(policy({"training": False}))
-    assert isinstance(worker._qkv_observer, QKVObserver)
-    assert not any("Fp8" in type(m).__name__ for m in worker.model.modules())
+def test_workers_that_train_in_bf16_keep_the_model_and_rollouts_alone_have_it_observed() -> None:
+    """A frozen teacher (`on_policy_distillation`) has a copy of the policy's section.
+
+    Naively it would be converted by the pins of another model, and nothing would tell.
+    """
+    plain: dict[str, Any] = {"training": False}
+    own = plain | {"kv_cache": {"in_training": False}}
+    for worker, observed, cache in (
+        (Worker(policy(plain)), True, True),
+        (Worker(policy(own)), True, False),
+        (Worker(policy({}), init_optimizer=False), False, False),
+        (Worker(policy(plain, "ppo")), False, False),  # each engine has scales of its own
+    ):
+        assert not any("Fp8" in type(m).__name__ for m in worker.model.modules())
+        assert isinstance(worker._qkv_observer, QKVObserver) == observed
+        assert (worker._kv_cache is not None) == cache
 
 
 def test_scales_come_from_the_steps_forwards_and_change_with_them() -> None:
@@ -270,13 +271,6 @@ def test_attention_sees_what_the_rollouts_cache_holds_from_each_refit_on(
     assert torch.equal(forward(worker.model, 1), plain)
     worker.broadcast_weights_for_collective(kv_scales=first)
     assert torch.equal(forward(worker.model, 1), quantized)
-
-
-def test_attention_is_upstreams_where_the_recipe_or_the_cache_says_so() -> None:
-    assert Worker(policy({"training": False, "kv_cache": {"in_training": False}}))._kv_cache is None
-    assert Worker(policy({}), init_optimizer=False)._kv_cache is None
-    # No KV scales are sent there; each engine has its own.
-    assert Worker(policy({"training": False}, "ppo"))._kv_cache is None
 
 
 def test_attention_sees_what_an_int8_cache_holds_from_the_start_and_no_scales_are_sent() -> None:
@@ -526,10 +520,18 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return found
 
 
-def batch_worker(on_gpu: bool = True) -> BatchWorker:
+def batch_worker(on_gpu: bool = True, **block: Any) -> BatchWorker:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-        return BatchWorker(policy({"kv_cache": {"dtype": "auto"}}))
+        return BatchWorker(policy({"kv_cache": {"dtype": "auto"}, **block}))
+
+
+def keeps(worker: BatchWorker) -> list[bool]:
+    """Whether each forward from now on finds that codes are kept."""
+    (epoch,) = {m.fp8_setup.epoch for m in conversion_of(worker.model).modules.values()}
+    seen: list[bool] = []
+    worker.model.register_forward_hook(lambda *_: seen.append(epoch.keep))
+    return seen
 
 
 BATCH = {"input_ids": torch.arange(4 * 16).reshape(4, 16)}
@@ -575,40 +577,27 @@ def test_codes_are_kept_in_each_call_from_the_second_on(
     assert counts == [each, kept, kept]
 
 
-def test_no_codes_are_kept_where_the_device_is_full(device: SimpleNamespace) -> None:
-    worker = batch_worker()
-    (epoch,) = {m.fp8_setup.epoch for m in conversion_of(worker.model).modules.values()}
-    seen: list[bool] = []
-    handle = worker.model.register_forward_hook(lambda *_: seen.append(epoch.keep))
-    for available in (1000, 50, 1000):
-        device.available = available * 2**20
-        worker.get_logprobs(data=BATCH)
-    handle.remove()
-    assert seen == [False, False, False, False, True, True]
-    assert device.resets == 3
-
-
 def test_calls_without_backward_need_one_side_of_the_codes_and_are_a_kind_of_their_own(
     device: SimpleNamespace,
 ) -> None:
     worker = batch_worker()
-    modules: list[Any] = list(conversion_of(worker.model).modules.values())
-    weights = sum(module.weight.numel() for module in modules)
-    seen: list[bool] = []
-    worker.model.register_forward_hook(lambda *_: seen.append(modules[0].fp8_setup.epoch.keep))
+    weights = sum(m.weight.numel() for m in conversion_of(worker.model).modules.values())
+    seen = keeps(worker)
+    worker.calibrate_qkv_fp8_scales(data=BATCH)
+    assert device.resets == 0, "its batch may be four short rows of random tokens"
 
-    def keeps(call: str) -> bool:
+    def kept(call: str) -> bool:
         seen.clear()
         CALLS[call](worker)
         (found,) = {*seen}
         return found
 
-    assert [keeps("train in eval_mode") for _ in range(2)] == [False, True]
-    assert not keeps("train"), "what an evaluation needs is no measure"
+    assert [kept("train in eval_mode") for _ in range(2)] == [False, True]
+    assert not kept("train"), "what an evaluation needs is no measure"
     for call in ("get_logprobs", "train_microbatch"):
-        assert not keeps(call)
+        assert not kept(call)
     device.available = 50 * 2**20 + int(1.5 * weights)
-    assert {call: keeps(call) for call in CALLS} == {
+    assert {call: kept(call) for call in CALLS} == {
         "get_logprobs": True,
         "train in eval_mode": True,
         "train": False,
@@ -638,21 +627,12 @@ def test_larger_micro_batches_of_rows_that_are_as_long_are_expected_to_need_more
     """By the rows' length alone codes would be kept where they do not fit."""
     worker = batch_worker()
     worker.cfg["dynamic_batching"] = {"enabled": dynamic}
-    (epoch,) = {m.fp8_setup.epoch for m in conversion_of(worker.model).modules.values()}
-    seen: list[bool] = []
-    worker.model.register_forward_hook(lambda *_: seen.append(epoch.keep))
+    seen = keeps(worker)
     # 1.1 times three times that is not there beside a twentieth of the device.
     device.peak = 300 * 2**20
     for sizes in (small, small, large, small):
         worker.get_logprobs(data=Sharded(*sizes))
     assert seen[::2] == [False, True, False, True]
-
-
-def test_a_calibration_shows_nothing_of_what_other_calls_need(device: SimpleNamespace) -> None:
-    """Its batch may be four short rows of random tokens."""
-    worker = batch_worker()
-    worker.calibrate_qkv_fp8_scales(data=BATCH)
-    assert device.resets == 0
 
 
 def test_the_peak_is_looked_at_before_upstream_resets_it(
@@ -665,61 +645,46 @@ def test_the_peak_is_looked_at_before_upstream_resets_it(
 
     monkeypatch.setattr(Batches, "_log_gpu_mem", reset)
     worker = batch_worker()
-    (epoch,) = {m.fp8_setup.epoch for m in conversion_of(worker.model).modules.values()}
-    seen: list[bool] = []
-    worker.model.register_forward_hook(lambda *_: seen.append(epoch.keep))
+    seen = keeps(worker)
     for peak in (900, 0):
         device.peak = peak * 2**20
         worker.train_microbatch(data=BATCH)
     assert not any(seen), "1.1 times what the first needed is not there beside a twentieth"
 
 
-def test_log_probabilities_of_a_worker_that_trains_in_fp8_are_fused(
-    device: SimpleNamespace,
-) -> None:
-    batch_worker()
-    assert device.fused == [False]
-
-
-def test_with_exact_they_are_the_rollouts_on_a_cpu_too(device: SimpleNamespace) -> None:
-    with pytest.raises(UnsupportedError, match="exact needs bfloat16 parameters"):
-        BatchWorker(policy({"exact": True}))  # this model's are not, which the conversion sees
-    assert device.fused == [True]
-
-
 @pytest.mark.parametrize(
-    ("keys", "on_gpu", "options"),
+    ("keys", "on_gpu", "options", "fused"),
     [
-        ({"training": False}, True, {}),
-        ({}, False, {}),
-        ({}, True, {"init_optimizer": False}),
+        ({}, True, {}, [False]),
+        ({"training": False}, True, {}, []),
+        ({}, False, {}, []),
+        ({}, True, {"init_optimizer": False}, []),
     ],
-    ids=["training in BF16", "CPU", "teacher"],
+    ids=["FP8", "training in BF16", "CPU", "teacher"],
 )
-def test_other_workers_keep_upstreams_log_probabilities(
+def test_whose_log_probabilities_are_fused(
     device: SimpleNamespace,
     monkeypatch: pytest.MonkeyPatch,
     keys: dict[str, Any],
     on_gpu: bool,
     options: dict[str, Any],
+    fused: list[bool],
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     BatchWorker(policy({"kv_cache": {"dtype": "auto"}, **keys}), **options)
-    assert not device.fused
+    assert device.fused == fused
+    with pytest.raises(UnsupportedError, match="exact needs bfloat16 parameters"):
+        BatchWorker(policy({"exact": True}))  # this model's are not, which the conversion sees
+    assert device.fused == [*fused, True], "exact's are the rollouts', on a CPU too"
 
 
-def test_a_rank_without_an_fp8_linear_keeps_nothing(device: SimpleNamespace) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        worker = BatchWorker(policy({"pins": {"first": 3}, "kv_cache": {"dtype": "auto"}}))
-    assert worker._kept_codes is None
-    worker.get_logprobs(data=BATCH)
-
-
-def test_keeping_is_switched_off_by_a_variable(
+def test_codes_are_not_kept_where_none_are_made_or_a_variable_says_so(
     device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert batch_worker()._kept_codes is not None
+    pinned = batch_worker(pins={"first": 3})
+    assert pinned._kept_codes is None
+    pinned.get_logprobs(data=BATCH)
     monkeypatch.setenv("FP8RL_KEEP_CODES", "0")
     assert batch_worker()._kept_codes is None
 
@@ -730,7 +695,3 @@ def test_a_model_that_gives_nan_is_told() -> None:
         worker.model.decoder.layers[1].self_attention.linear_qkv.weight.fill_(float("nan"))
     with pytest.raises(ScaleError):
         worker.calibrate_qkv_fp8_scales(data=0)
-
-
-def test_the_helpers_import_no_engine() -> None:
-    assert "nemo_rl" not in sys.modules
