@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,9 @@ import torch
 
 from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
-from fp8rl.gemm import BackendChoice, GemmShape, GroupedShape
+from fp8rl.gemm import BackendChoice, GemmBackend, GemmShape, GroupedBackend, GroupedShape
 from fp8rl.gemm.reference import Float64Backend
+from fp8rl.kernels import require_fp8_linears
 from fp8rl.listing import listed
 from fp8rl.numerics import BLOCK, GROUP, LastExpertRows, Quantized
 from fp8rl.precision_report import precision_text
@@ -215,12 +216,10 @@ def convert(
     plugins = PluginManager() if plugins is None else plugins
     config = chunks[0].config
     policy = plugins.pin_policy(recipe.pins, module_names(config, wrapped=wrapped))
-    if not recipe.training:
-        return Conversion(recipe, policy, chunks)
-    setup = _setup(config, recipe, policy, plugins, gemm_backend, wrapped=wrapped)
-    shared = exact.plan(chunks, setup) if recipe.exact else []
-    adopt(setup, chunks, shared)
-    (report or logger.info)(describe(setup))
+    if recipe.training:
+        setup = _setup(config, recipe, policy, plugins, gemm_backend, wrapped=wrapped)
+        adopt(setup, chunks)
+        (report or logger.info)(describe(setup))
     return Conversion(recipe, policy, chunks)
 
 
@@ -253,7 +252,9 @@ def _setup(
     compat.check_forward_impl()
     _check_config(config)
     offered = plugins.gemm_backends()
-    if recipe.exact:  # a CPU's sums in float32 would show their order
+    if recipe.exact:
+        require_fp8_linears(policy)
+        # A CPU's sums in float32 would show their order.
         offered[Float64Backend.name] = Float64Backend()
     backends = BackendChoice(
         offered,
@@ -263,26 +264,32 @@ def _setup(
     return Setup(recipe, policy, backends, WeightEpoch(), LastExpertRows(), wrapped)
 
 
-def adopt(
-    setup: Setup, roots: Iterable[torch.nn.Module], shared: Iterable[exact.Change] = ()
-) -> None:
+def adopt(setup: Setup, roots: Sequence[torch.nn.Module]) -> None:
     """Turn the linear modules of model chunks, or of one layer, into FP8 ones.
+
+    With ``exact`` also what :func:`megatron_fp8rl.exact.plan` lists of the chunks.
 
     Args:
         setup: of the conversion.
         roots: the chunks, or the layer.
-        shared: what :func:`megatron_fp8rl.layers.exact.plan` changes besides.
 
     Raises:
         As :func:`convert`; nothing has been changed then.
     """
-    roots = list(roots)
-    _refuse_adapters(roots)
+    shared = exact.plan(roots) if setup.recipe.exact else []
+    for root in roots:
+        if path := path_of_adapter(root):
+            raise UnsupportedError(
+                f"'{path}' is a {type(root.get_submodule(path)).__name__}: FP8 "
+                "training does not serve LoRA, whose adapters read the output of a norm that FP8 "
+                "linears keep inside; set training to false in the recipe, or train without "
+                "adapters."
+            )
     found = (site for root in roots for site in sites(root, wrapped=setup.wrapped))
     plan = [site for site in found if site.runs_in_fp8(setup.policy)]
     _by_name((site.name, site.module) for site in plan)
     for site in plan:
-        _check(site, setup.backends)
+        _check(site, setup)
     inside = [module for root in roots for module in root.modules()]
     try:
         for site in plan:
@@ -299,17 +306,6 @@ def adopt(
                 module.give_back()
         raise
     _warn_of_ragged_widths(plan)
-
-
-def _refuse_adapters(roots: Iterable[torch.nn.Module]) -> None:
-    for root in roots:
-        if path := path_of_adapter(root):
-            raise UnsupportedError(
-                f"'{path}' is a {type(root.get_submodule(path)).__name__}: FP8 "
-                "training does not serve LoRA, whose adapters read the output of a norm that FP8 "
-                "linears keep inside; set training to false in the recipe, or train without "
-                "adapters."
-            )
 
 
 def describe(setup: Setup) -> str:
@@ -410,7 +406,7 @@ def weight_codes_hf(module: Any) -> dict[str, Quantized]:
     return found
 
 
-def _check(site: Site, backends: BackendChoice) -> None:
+def _check(site: Site, setup: Setup) -> None:
     kind = type(site.module)
     ours = fp8_classes().get(kind)
     if ours is None:
@@ -439,13 +435,16 @@ def _check(site: Site, backends: BackendChoice) -> None:
     out_features, in_features = len(first) - site.other_rows, first.shape[1]
     if first.device.type == "meta":
         return  # the model gets its memory, and its device, later
+    backend: GemmBackend | GroupedBackend
     if site.grouped:
         sizes = (GROUP,) * len(site.weights)
         experts = GroupedShape(sizes, out_features, in_features, first.dtype)
-        backends.pick_grouped(first.device, experts, site.name)
+        backend = setup.backends.pick_grouped(first.device, experts, site.name)
     else:
         shape = GemmShape(GROUP, out_features, in_features, first.dtype)
-        backends.pick(first.device, shape, site.name)
+        backend = setup.backends.pick(first.device, shape, site.name)
+    if setup.recipe.exact:
+        exact.require_backend(backend.name, site.name, first)
 
 
 def _swap(site: Site, setup: Setup) -> None:

@@ -28,13 +28,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import GemmBackend, GemmShape, GroupedBackend, GroupedShape
 from fp8rl.kernels import (
     REMEDY,
     head,
     implementation,
     reference,
-    require_fp8_linears,
     require_served_ranks,
 )
 from fp8rl.kernels.rotary_table import cos_sin_table, inverse_frequencies
@@ -42,7 +40,6 @@ from fp8rl.numerics import GROUP, fake_quantize_int8_kv, fake_quantize_kv
 from megatron_fp8rl import compat
 from megatron_fp8rl.layers.experts import ExactMoELayer, ExactRouter, check_experts, require_options
 from megatron_fp8rl.layers.linear import Fp8Module
-from megatron_fp8rl.layers.linear_modules import sites
 from megatron_fp8rl.layers.norms import SharedRMSNorm
 from megatron_fp8rl.layers.swiglu import requests_swiglu
 
@@ -289,19 +286,18 @@ Change = tuple[Any, type[Fp8Module], dict[str, Any]]
 """A module, its new class, attributes to set."""
 
 
-def plan(chunks: Iterable[Any], setup: Any) -> list[Change]:
+def plan(chunks: Iterable[Any]) -> list[Change]:
     """List what a conversion with ``exact`` changes besides linears.
 
     Args:
         chunks: GPTModels of this rank.
-        setup: the conversion's :class:`~megatron_fp8rl.conversion.Setup`.
 
     Raises:
         UnsupportedError: a place whose bits would not be the rollout's; nothing has been changed.
     """
     found: list[Change] = []
     for chunk in chunks:
-        rotation = _checked(chunk, setup)
+        rotation = _checked(chunk)
         for path, norm in _norms(chunk):
             if type(norm) not in compat.rms_norms():
                 raise UnsupportedError(
@@ -336,7 +332,7 @@ def _norms(chunk: Any) -> Iterator[tuple[str, Any]]:
             yield f"decoder.{name}", module
 
 
-def _checked(chunk: Any, setup: Any) -> Rotation:
+def _checked(chunk: Any) -> Rotation:
     """Return the rotation of a GPTModel, or raise UnsupportedError for what is not exact."""
     config = chunk.config
     require_served_ranks("tensor_model_parallel_size", config.tensor_model_parallel_size)
@@ -419,15 +415,11 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
                 f"choose another model, {REMEDY}"
             )
     inverse = _frequencies(chunk)
-    require_fp8_linears(setup.policy)
     device = next(chunk.parameters()).device
-    if device.type == "cpu":
-        if config.num_moe_experts:
-            raise UnsupportedError(f"exact needs a Hopper GPU for experts; use one, {REMEDY}")
-        _require_backend(chunk, setup, "reference")
-    else:
+    if device.type != "cpu":
         _check_kernels(device, config.kv_channels)
-        _require_backend(chunk, setup, "deep_gemm")
+    elif config.num_moe_experts:
+        raise UnsupportedError(f"exact needs a Hopper GPU for experts; use one, {REMEDY}")
     return Rotation(inverse)
 
 
@@ -464,27 +456,22 @@ def _frequencies(chunk: Any) -> Tensor:
     return ours
 
 
-def _require_backend(chunk: Any, setup: Any, needed: str) -> None:
-    """Raise UnsupportedError if another backend serves a linear layer of the decoder."""
-    for site in sites(chunk, wrapped=setup.wrapped):
-        weight = site.weights[0]
-        if not site.runs_in_fp8(setup.policy):  # a layer for multi-token prediction
-            continue
-        backend: GemmBackend | GroupedBackend
-        features = weight.shape[0], weight.shape[1]
-        if len(site.weights) > 1:
-            experts = GroupedShape((GROUP,) * len(site.weights), *features, weight.dtype)
-            backend = setup.backends.pick_grouped(weight.device, experts, site.name)
-        else:
-            shape = GemmShape(GROUP, *features, weight.dtype)
-            backend = setup.backends.pick(weight.device, shape, site.name)
-        if backend.name != needed:
-            raise UnsupportedError(
-                f"exact needs the GEMM backend '{needed}' for '{site.name}' {list(weight.shape)} "
-                f"in the trainer, and '{backend.name}' would multiply it; install DeepGEMM on a "
-                "GPU (a vLLM wheel carries it), name no other backend, "
-                f"choose a model with multiples of {GROUP} features, {REMEDY}"
-            )
+def require_backend(backend: str, name: str, weight: Tensor) -> None:
+    """Raise UnsupportedError for a backend of a linear layer whose sums are not the rollout's.
+
+    Args:
+        backend: name of the backend that multiplies it.
+        name: of the layer.
+        weight: of the layer, or of its first expert.
+    """
+    needed = "reference" if weight.is_cpu else "deep_gemm"
+    if backend != needed:
+        raise UnsupportedError(
+            f"exact needs the GEMM backend '{needed}' for '{name}' {list(weight.shape)} in the "
+            f"trainer, and '{backend}' would multiply it; install DeepGEMM on a GPU (a vLLM wheel "
+            f"carries it), name no other backend, choose a model with multiples of {GROUP} "
+            f"features, {REMEDY}"
+        )
 
 
 def _starts_of(packed: Any) -> Tensor:

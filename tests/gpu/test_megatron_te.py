@@ -284,7 +284,7 @@ def _swap_alone(layer: Any, kind: str) -> None:
     layout = plain_layout("o_proj", 768)
     site = Site(("model.layers.0.self_attn.o_proj",), kind, layer, layout)
     setup = prepare(_config(), Recipe(), gemm_backend="triton")
-    _check(site, setup.backends)
+    _check(site, setup)
     _swap(site, setup)
 
 

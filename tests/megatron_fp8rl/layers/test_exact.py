@@ -135,14 +135,14 @@ def test_other_classes_positions_and_vocabularies_are_refused(mcore):
         convert(model, EXACT)
 
 
-def test_a_conversion_that_breaks_off_leaves_nothing(mcore):
+def test_a_conversion_that_breaks_off_leaves_nothing(mcore, monkeypatch):
     """An interrupt after the linears have changed, and while the other modules do."""
     model = build_gpt(LLAMA)
     before = [type(module) for module in model.modules()]
     attributes = [set(vars(module)) for module in model.modules()]
     attention = model.decoder.layers[0].self_attention
 
-    def interrupted() -> Iterator[Any]:
+    def interrupted(chunks: Any) -> Iterator[Any]:
         norm = model.decoder.final_layernorm
         yield norm, exact_class(ExactNorm, type(norm)), {}
         rotation = Rotation(inverse_frequencies(1e4, 64))
@@ -150,8 +150,9 @@ def test_a_conversion_that_breaks_off_leaves_nothing(mcore):
         assert isinstance(attention.linear_qkv, Fp8Linear)
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(exact, "plan", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        adopt(prepare(model.config, Recipe()), [model], interrupted())
+        convert(model, EXACT)
     assert [type(module) for module in model.modules()] == before
     assert [set(vars(module)) for module in model.modules()] == attributes
 
@@ -309,11 +310,11 @@ def test_norms_of_transformer_engine_change_their_class(mcore, monkeypatch):
     attention = model.decoder.layers[0].self_attention
     for parent, name in ((model.decoder, "final_layernorm"), (attention, "q_layernorm")):
         setattr(parent, name, OtherRMSNorm(getattr(parent, name)))
-    monkeypatch.setattr(exact, "_checked", lambda chunk, setup: None)
+    monkeypatch.setattr(exact, "_checked", lambda chunk: None)
     with pytest.raises(UnsupportedError, match=r"q_layernorm', not .*\.OtherRMSNorm; build"):
-        exact.plan([model], None)
+        exact.plan([model])
     monkeypatch.setattr(compat, "rms_norms", lambda: (torch.nn.RMSNorm, OtherRMSNorm))
-    changes = {module: ours for module, ours, _ in exact.plan([model], None)}
+    changes = {module: ours for module, ours, _ in exact.plan([model])}
     assert sum(issubclass(ours, ExactNorm) for ours in changes.values()) == 2 * 4 + 1
     norm: Any = attention.q_layernorm
     before = dict(norm.named_parameters())

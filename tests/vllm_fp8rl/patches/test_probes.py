@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import vllm_fp8rl
-from fp8rl import ModelSpec, Recipe
+from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from support.engine import PROMPTS, Engine
 from vllm_fp8rl import compat
