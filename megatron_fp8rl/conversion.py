@@ -267,7 +267,7 @@ def _setup(
 def adopt(setup: Setup, roots: Sequence[torch.nn.Module]) -> None:
     """Turn the linear modules of model chunks, or of one layer, into FP8 ones.
 
-    With ``exact`` also what :func:`megatron_fp8rl.exact.plan` lists of the chunks.
+    With ``exact`` also what :func:`megatron_fp8rl.layers.exact.plan` lists of the chunks.
 
     Args:
         setup: of the conversion.

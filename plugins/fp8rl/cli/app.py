@@ -102,10 +102,13 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         ] = None,
     ) -> None:
         """Show which modules of a model run in FP8 and which in BF16, and why."""
-        if (model is None) == (layers is None):
-            raise OptionError("Give either the folder of a model or --layers.")
         loaded = load_recipe(recipe, plugins)
-        names = ModelSpec.dense(layers).names if layers else folder_module_names(model)
+        if model is not None and layers is None:
+            names = folder_module_names(model)
+        elif layers is not None and model is None:
+            names = ModelSpec.dense(layers).names
+        else:
+            raise OptionError("Give either the folder of a model or --layers.")
         policy = plugins.pin_policy(loaded.pins, names)
         console = Console()
         console.print(section_table(precision_section(policy.report())))
