@@ -29,7 +29,8 @@ from fp8rl.kernels import norm as triton_norm
 from fp8rl.numerics import GROUP
 from fp8rl.numerics.triton import activations as triton_fused
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.kernels.fusion import deep_gemm_op, fused_ops
+from vllm_fp8rl.kernels.fusion import deep_gemm_op
+from vllm_fp8rl.kernels.fusion import fused_ops as fused_ops  # registers operations named below
 
 logger = init_logger("vllm.fp8rl.fusion_pass")
 

@@ -37,6 +37,7 @@ from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, GROUP, Quantized
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import PACKING_CAPABILITIES, unsupported_reason
+from vllm_fp8rl.kernels.fusion import deep_gemm_op as deep_gemm_op  # registers fp8rl::deep_gemm
 from vllm_fp8rl.warmup import KernelWarmup
 from vllm_fp8rl.warmup.nvcc import NO_NVCC, find_nvcc
 
