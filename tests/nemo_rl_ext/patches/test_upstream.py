@@ -94,6 +94,10 @@ def test_a_decorated_function_is_compared_by_its_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NeMo RL's NVTX decorator hides the parameters of the functions that it wraps."""
+    package = "decorated_of_a_test"
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").touch()
+    upstreams = {}
     for name, parameter in (("fits", "config_path"), ("differs", "path")):
         text = f"""
 def named(f):
@@ -102,15 +106,13 @@ def named(f):
 @named
 def load_config({parameter}): ...
 """
-        (tmp_path / f"{name}_of_a_test.py").write_text(text)
+        (tmp_path / package / f"{name}.py").write_text(text)
+        upstreams[name] = Upstream(f"{package}.{name}", "load_config", "config_path")
     monkeypatch.syspath_prepend(tmp_path)
-    upstreams = [
-        Upstream(f"{n}_of_a_test", "load_config", "config_path") for n in ("fits", "differs")
-    ]
-    fits, differs = (importlib.import_module(upstream.module) for upstream in upstreams)
-    resolve(fits, upstreams[0])
+    fits, differs = (importlib.import_module(upstream.module) for upstream in upstreams.values())
+    resolve(fits, upstreams["fits"])
     with pytest.raises(UnsupportedError, match=r"takes \(path\), which does not fit \(config_path"):
-        resolve(differs, upstreams[1])
+        resolve(differs, upstreams["differs"])
 
 
 def test_what_is_gone_is_told_by_name(tmp_path: Path) -> None:
