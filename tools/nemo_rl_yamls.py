@@ -40,12 +40,10 @@ _MOE = ("num_experts", "moe_intermediate_size")
 
 
 def _model(kind: str, dense: tuple[int, ...], heads: tuple[int, ...], *moe: int) -> dict[str, Any]:
-    keys = (*_DENSE, *_HEADS, *_MOE)
-    return {
-        "model_type": kind,
-        "tie_word_embeddings": False,
-        **dict(zip(keys, (*dense, *heads, *moe), strict=False)),
-    }
+    sizes = zip((*_DENSE, *_HEADS, *_MOE), (*dense, *heads, *moe), strict=False)
+    # A model whose layers all have experts has no dense width, here 0.
+    given = {key: size for key, size in sizes if size}
+    return {"model_type": kind, "tie_word_embeddings": False, **given}
 
 
 def _wrapped(text: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from fp8rl.models.pins import PinPolicy
 from fp8rl.models.spec import ModelSpec
 from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, VLLM
 from nemo_rl_ext.config.keys import Sections, has_fp8_kv
+from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.config.rules import broken
 from nemo_rl_ext.names import FUSED_ENV
 
@@ -133,17 +134,17 @@ def _refuse_ranks(where: str, sections: Sections) -> None:
 
 
 def refuse_inexact_model(
-    where: str, name: Any, model: ModelSpec | None, policy: PinPolicy | None, *, ranks: int
+    plan: RunPlan, model: ModelSpec | None, pins: PinPolicy | None, *, ranks: int
 ) -> None:
     """Raise UnsupportedError for a model, as far as it is known here, that is not served.
 
     Args:
-        where: path of the block.
-        name: ``policy.model_name``.
+        plan: of the run.
         model: the model, or None.
-        policy: which of its linear layers run in FP8; None where they are not known.
+        pins: which of its linear layers run in FP8; None where they are not known.
         ranks: tensor parallel size of both engines.
     """
+    where, name = plan.where, plan.model
     kind = None if model is None else model.model_type
     if kind is not None and kind not in EXACT_MODELS:
         raise UnsupportedError(
@@ -157,8 +158,8 @@ def refuse_inexact_model(
             "an expert is on one rank as a whole",
             f"set it and '{_ROLLOUT_RANKS}' to 1",
         )
-    if policy is not None:
-        require_fp8_linears(policy)
+    if pins is not None:
+        require_fp8_linears(pins)
 
 
 def _refusal(what: str, where: str, why: str, remedy: str) -> UnsupportedError:

@@ -7,18 +7,16 @@ full path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
-from fp8rl.models.spec import ModelSpec
 from nemo_rl_ext.config import checks, drivers
 from nemo_rl_ext.config.drivers import ARGUMENTS, BLOCK, GUARD, LOSS, MEGATRON, QUANTIZATION, VLLM
 from nemo_rl_ext.config.exact import require_both_sections
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.keys import Sections, block_path, has_fp8_kv, kv_dtype
-from nemo_rl_ext.config.model_pins import check_pins
 from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.config.rules import OFF, Rule, refuse
 from nemo_rl_ext.config.values import refuse_wrong_kinds
@@ -59,27 +57,22 @@ _OF_TRAINING: tuple[Rule, ...] = tuple(
 )
 
 
-def read(
-    config: Mapping[str, Any],
-    driver: drivers.Driver,
-    model_of: Callable[[Mapping[str, Any]], ModelSpec | None] | None = None,
-) -> RunPlan | None:
+def read(config: Mapping[str, Any], driver: drivers.Driver) -> RunPlan | None:
     """Read and check the keys, and make the plan of the run; nothing is changed.
+
+    The model is not looked at: see :func:`nemo_rl_ext.config.model_pins.check_model`.
 
     Args:
         config: NeMo RL's config as plain mappings.
         driver: whose config it is.
-        model_of: describes the model by section ``policy``, or returns None where it is not here;
-            without it model and pins are not looked at.
 
     Returns:
         None where the config has no ``fp8rl`` key at all.
 
     Raises:
-        RecipeError: an unknown key, one that nobody reads, a bad value, one that contradicts
-            upstream's key, or a pin that does not fit the model.
-        UnsupportedError: an upstream key, or a model, that fp8rl does not serve.
-        ModelError: the model's config has numbers that no model can have.
+        RecipeError: an unknown key, one that nobody reads, a bad value, or one that contradicts
+            upstream's key.
+        UnsupportedError: an upstream key that fp8rl does not serve.
     """
     drivers.check_places(config, driver)
     sections = Sections(config, driver)
@@ -168,8 +161,6 @@ def read(
     guard = None
     if sections.loss.get(GUARD) is not None:
         guard = GuardConfig.from_dict(sections.loss[GUARD], where=f"{LOSS}.{GUARD}")
-    if model_of is not None:
-        notes += check_pins(recipe, first, sections.policy, model_of(sections.policy))
     return RunPlan(
         driver=driver.name,
         recipe=recipe,
@@ -235,7 +226,7 @@ def _rollout(merged: _Merge, sections: Sections) -> None:
             f"'{generation['backend']}'."
         )
     refuse(_OF_ROLLOUTS, sections)
-    arguments = generation.get("vllm_kwargs") or {}
+    arguments = sections.at("policy.generation.vllm_kwargs")
     quantization = arguments.get("quantization")
     if quantization not in (None, QUANTIZATION):
         raise RecipeError(
@@ -282,8 +273,7 @@ def _rotation(merged: _Merge, megatron: Mapping[str, Any]) -> None:
 
 def _training(merged: _Merge, sections: Sections) -> None:
     megatron = sections.megatron
-    fp8 = megatron.get("fp8_cfg") or {}
-    overrides = megatron.get("model_overrides") or {}
+    fp8, overrides = (sections.at(f"{MEGATRON}.{key}") for key in ("fp8_cfg", "model_overrides"))
     if fp8.get("enabled"):
         for key, wanted in (("fp8", "e4m3"), ("fp8_recipe", "blockwise"), ("fp8_param", False)):
             if fp8.get(key, wanted) != wanted:

@@ -14,7 +14,7 @@ from typing import Any
 from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, PLAN, QUANTIZATION, VLLM, Driver
 from nemo_rl_ext.config.keys import section_at
 from nemo_rl_ext.config.merge import read
-from nemo_rl_ext.config.model_pins import read_model
+from nemo_rl_ext.config.model_pins import check_model, model_spec
 from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.names import LOGGER
 
@@ -27,17 +27,15 @@ def prepare(config: Any, driver: Driver, require: Callable[[str], None]) -> RunP
     Args:
         config: a ``MasterConfig``, whose ``policy`` is a dict and whose ``loss_fn``, if it has one,
             is a model.
-        driver: see :func:`nemo_rl_ext.config.merge.read`.
+        driver: whose config it is.
         require: called with a key's path when there is a block; raises where a patch does not fit.
 
     Returns:
         The plan; None without a block.
 
     Raises:
-        RecipeError: also for a pin that matches nothing of the model.
-        UnsupportedError: also for a model that cannot run in FP8.
-        RecipeError, UnsupportedError: see :func:`nemo_rl_ext.config.merge.read`; nothing has been
-            changed then.
+        RecipeError, UnsupportedError, ModelError: see :func:`nemo_rl_ext.config.merge.read` and
+            :func:`nemo_rl_ext.config.model_pins.check_model`; nothing has been changed then.
     """
     plain = config.model_dump()
     # Of the run whose checkpoint kept this config.
@@ -45,9 +43,11 @@ def prepare(config: Any, driver: Driver, require: Callable[[str], None]) -> RunP
         del config.policy[PLAN]
     if section_at(plain, LOSS).get(PLAN) is not None:
         setattr(config.loss_fn, PLAN, None)
-    plan = read(plain, driver, read_model)
+    plan = read(plain, driver)
     if plan is None:
         return None
+    policy = section_at(plain, "policy")
+    plan, _ = check_model(plan, policy, model_spec(policy))
     require(plan.where)
     hand_over(plan, config)
     if plain.get(BLOCK) is not None:

@@ -15,9 +15,12 @@ from typing import Any
 from fp8rl.errors import RecipeError
 from nemo_rl_ext.config.drivers import LOSS, MEGATRON, VLLM
 from nemo_rl_ext.config.keys import Sections
-from nemo_rl_ext.config.rules import Rule, broken
+from nemo_rl_ext.config.rules import broken
 
-SWITCHES = (
+_Kind = tuple[str, Callable[[Any], bool], str]
+"""Path of a key, whether a value fits it, and what it must be."""
+
+_SWITCHES = (
     *(
         f"{VLLM}.{key}"
         for key in (
@@ -82,6 +85,9 @@ _MAPPINGS = ("policy.hf_config_overrides",)
 """Sections that no other check looks into."""
 
 
+_COUNT = (lambda value: type(value) is int and value >= 1, "a whole number of at least 1")
+
+
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
@@ -94,23 +100,49 @@ def _fits_or_absent(fits: Callable[[Any], bool], value: Any) -> bool:
     return value is None or fits(value)
 
 
-_KINDS_OF: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (SWITCHES, lambda value: type(value) in (bool, int) and value in (0, 1), "true or false"),
-    (_SIZES, lambda value: type(value) is int and value >= 1, "a whole number of at least 1"),
+def _rules(*kinds: tuple[tuple[str, ...], Callable[[Any], bool], str]) -> tuple[_Kind, ...]:
+    return tuple(
+        (path, partial(_fits_or_absent, fits), wanted)
+        for paths, fits, wanted in kinds
+        for path in paths
+    )
+
+
+KINDS = _rules(
+    (_SWITCHES, lambda value: type(value) in (bool, int) and value in (0, 1), "true or false"),
+    (_SIZES, *_COUNT),
     (_NUMBERS_OF_LAYERS, lambda value: type(value) is int and value >= 0, "a number of layers"),
     (_AGES, lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
     (_NUMBERS, _is_number, "a number"),
     (_TEXTS, lambda value: isinstance(value, str), "a text"),
     ((f"{VLLM}.quantization_ignored_layer_kws",), _is_list_of_words, "a list of words"),
 )
-_KINDS: tuple[Rule, ...] = tuple(
-    (path, partial(_fits_or_absent, fits), wanted)
-    for paths, fits, wanted in _KINDS_OF
-    for path in paths
+"""Rules of the keys that decide what fp8rl does."""
+SIZES = _rules(
+    (
+        (
+            f"{MEGATRON}.tensor_model_parallel_size",
+            f"{MEGATRON}.context_parallel_size",
+            "cluster.num_nodes",
+            "cluster.gpus_per_node",
+            "policy.generation.colocated.resources.num_nodes",
+            "policy.generation.colocated.resources.gpus_per_node",
+            "policy.generation.vllm_kwargs.kv_cache_memory_bytes",
+            "env.reward_model.resources.num_nodes",
+            "env.reward_model.resources.gpus_per_node",
+        ),
+        *_COUNT,
+    ),
+    (
+        (f"{VLLM}.gpu_memory_utilization",),
+        lambda value: type(value) in (int, float) and 0 <= value <= 1,
+        "a number from 0 to 1",
+    ),
 )
+"""Rules of the keys from which the doctor counts GPUs and memory."""
 
 
-def refuse_wrong_kinds(sections: Sections) -> None:
+def refuse_wrong_kinds(sections: Sections, kinds: tuple[_Kind, ...] = KINDS) -> None:
     """Refuse a value of another kind than its key has; null counts as absent.
 
     Raises:
@@ -118,7 +150,7 @@ def refuse_wrong_kinds(sections: Sections) -> None:
     """
     for path in _MAPPINGS:
         sections.at(path)
-    for path, value, _, wanted in broken(_KINDS, sections):
+    for path, value, _, wanted in broken(kinds, sections):
         remedy = "correct or remove it"
         if isinstance(value, str) and "list" in wanted:
             remedy = f"write [{value}]"

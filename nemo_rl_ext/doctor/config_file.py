@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from pydantic import TypeAdapter, ValidationError
 
 from fp8rl.errors import Fp8RLError, OptionError, RecipeError, UnsupportedError
 from fp8rl.reading import parse_yaml, printable
+from nemo_rl_ext.config.drivers import DRIVERS, LOSS, MEGATRON, Driver, driver_of
+from nemo_rl_ext.config.keys import Sections
+from nemo_rl_ext.config.rules import broken
+from nemo_rl_ext.config.values import KINDS, SIZES
 
 _RESOLVERS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
@@ -17,6 +24,17 @@ _RESOLVERS: dict[str, Callable[..., Any]] = {
     "max": lambda a, b: max(a, b),
 }
 """Functions of interpolations that NeMo RL registers (``nemo_rl/utils/config.py``)."""
+_CONVERTED = (
+    "cluster.",
+    f"{MEGATRON}.",
+    "policy.generation.colocated.",
+    f"{LOSS}.",
+    "grpo.",
+    "ppo.",
+    "async_rl.",
+    "data_plane.",
+)
+"""Where NeMo RL's config classes declare their values, and so convert them from text."""
 
 
 def load_config(file: Path) -> dict[str, Any]:
@@ -56,6 +74,36 @@ def load_config(file: Path) -> dict[str, Any]:
         ) from None
     assert isinstance(loaded, dict)  # _with_parents returns mappings alone
     return {str(key): value for key, value in loaded.items()}
+
+
+def load_run(file: Path) -> tuple[dict[str, Any], Driver]:
+    """Read a config, find its driver, and make numbers of texts where NeMo RL does.
+
+    Raises:
+        OptionError, RecipeError: see :func:`load_config`; RecipeError also for a value in the place
+            of a section.
+        UnsupportedError: the config is for no driver that is known, or OmegaConf is not installed.
+    """
+    config = load_config(file)
+    driver = driver_of(config)
+    if driver is None:
+        known = ", ".join(driver.section for driver in DRIVERS.values())
+        raise UnsupportedError(
+            f"'{file}' is a config of no driver that fp8rl knows: it has none of the sections "
+            f"{known}; give the config of a run."
+        )
+    sections = Sections(config, driver)
+    for path, value, fits, _ in broken((*KINDS, *SIZES), sections):
+        if not isinstance(value, str) or not path.startswith(_CONVERTED):
+            continue
+        section, _, key = path.rpartition(".")
+        for kind in (int, float, bool):
+            with contextlib.suppress(ValidationError):
+                number = TypeAdapter(kind).validate_python(value)
+                if fits(number):
+                    cast(dict[str, Any], sections.at(section))[key] = number
+                    break
+    return config, driver
 
 
 def _with_parents(file: Path, children: tuple[Path, ...]) -> Any:

@@ -34,8 +34,6 @@ class Patch:
 class Installation:
     """A NeMo RL, and how our patches fit it."""
 
-    package: Path
-    """Folder of ``nemo_rl``."""
     version: str
     patches: tuple[Patch, ...]
     problems: tuple[str, ...]
@@ -51,7 +49,7 @@ def look_at(package: Path) -> Installation:
         for patch in patches
         if patch.misfits
     )
-    return Installation(package, release, patches, problems)
+    return Installation(release, patches, problems)
 
 
 def installed_package() -> Path | None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8rl.models.pins import PinRow
-from fp8rl.models.sizes import GIB, Bytes, Sizes, gib, mib
+from fp8rl.models.sizes import GIB, Sizes, gib, mib
 from fp8rl.models.spec import ModelSpec
 from fp8rl.plugins.adapters import Section
 from fp8rl.recipe import KVDtype
+from nemo_rl_ext.config.drivers import VLLM
 from nemo_rl_ext.config.keys import Sections
 
 CACHES: dict[KVDtype, str] = {"fp8_e4m3": "FP8", "int8_per_token_head": "INT8", "auto": "BF16"}
@@ -54,7 +55,7 @@ def _given_away(sections: Sections, nodes: int, each: int) -> int:
             else int(resources.get("num_nodes") or 0) * each
         )
     if driver == "grpo":
-        found += _teacher_nodes(sections.at("on_policy_distillation")) * each
+        found += _teacher_nodes(sections) * each
     return found
 
 
@@ -68,76 +69,60 @@ def _environments(data: Mapping[str, Any]) -> set[Any]:
     return found
 
 
-def _teacher_nodes(distillation: Mapping[str, Any]) -> int:
+def _teacher_nodes(sections: Sections) -> int:
     """Count the nodes of the teachers that have GPUs of their own; aliases may share a teacher."""
-    settings = distillation.get("non_colocated_teachers") or {}
+    distillation = sections.at("on_policy_distillation")
+    settings = sections.at("on_policy_distillation.non_colocated_teachers")
     if not distillation.get("enabled") or not settings.get("enabled"):
         return 0
     share = distillation.get("deduplicate_shared_teacher_checkpoints", True)
-    default, overrides = settings.get("default_teacher_cfg"), settings.get("teacher_overrides")
+    default = sections.at("on_policy_distillation.non_colocated_teachers.default_teacher_cfg")
+    overrides = settings.get("teacher_overrides") or {}
     nodes, seen = 0, set()
     for alias, model in (distillation.get("teacher_model_by_agent_name") or {}).items():
         if share and model in seen:
             continue
         seen.add(model)
-        teacher = {**(default or {}), **((overrides or {}).get(alias) or {})}
+        teacher = {**default, **(overrides.get(alias) or {})}
         nodes += int(teacher.get("num_nodes", 1))
     return nodes
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """Memory of vLLM on one GPU."""
-
-    weights: Bytes
-    kv_dtype: KVDtype
-    bf16_kv_per_token: int
-    """Bytes of a token in a KV cache in the model's dtype."""
-    split_problem: str | None
-    """Why the model cannot be split over so many GPUs."""
-
-
-def rollout_memory(
-    sections: Sections, model: ModelSpec, rows: Sequence[PinRow], kv_dtype: KVDtype
-) -> Rollout:
-    """Count the bytes of an engine on one GPU.
+def rollout_section(
+    sections: Sections,
+    model: ModelSpec,
+    modules: Sequence[PinRow],
+    kv_dtype: KVDtype,
+    gpu_memory: float | None,
+    problems: list[str],
+) -> list[Section]:
+    """Describe the memory of vLLM on one GPU in a table; none where it cannot hold the model.
 
     Args:
         sections: the config.
         model: the model.
-        rows: resolved table of the model's modules in the rollout engine.
+        modules: resolved table of its modules in the rollout engine.
         kv_dtype: of the KV cache.
+        gpu_memory: of a GPU, in GiB; None if it is not known.
+        problems: gets a sentence for a model that cannot be split, or weights that do not fit.
     """
-    ranks = int(sections.vllm.get("tensor_parallel_size") or 1)
-    expert_parallel = int(sections.vllm.get("expert_parallel_size") or 1)
+    vllm = sections.vllm
+    ranks = int(vllm.get("tensor_parallel_size") or 1)
+    expert_parallel = int(vllm.get("expert_parallel_size") or 1)
     sizes = Sizes(model, ranks, expert_ranks=expert_parallel if expert_parallel > 1 else None)
-    return Rollout(
-        sizes.bytes(rows, 2, kv_dtype),
-        kv_dtype,
-        sizes.kv_per_token(2, "auto", rows),
-        sizes.split_problem(),
-    )
-
-
-def rollout_section(
-    sections: Sections, rollout: Rollout, gpu_memory: float | None, problems: list[str]
-) -> Section:
-    """Describe :class:`Rollout` in a table; weights that do not fit are a problem."""
-    need, plain_kv = rollout.weights, rollout.bf16_kv_per_token
-    ranks = int(sections.vllm.get("tensor_parallel_size") or 1)
+    if (why_not := sizes.split_problem()) is not None:
+        problems.append(f"'{VLLM}.tensor_parallel_size': {why_not}")
+        return []
+    need, plain_kv = sizes.bytes(modules, 2, kv_dtype), sizes.kv_per_token(2, "auto", modules)
     rows = [("weights", gib(need.weights))]
     if need.codes:
-        rows.append(
-            (
-                "of these",
-                f"{gib(need.codes)} FP8 codes, {mib(need.scales)} scales, {gib(need.plain)} BF16",
-            )
-        )
-    rows.append(("KV cache, bytes a token", f"{need.kv_per_token:,}"))
+        parts = f"{gib(need.codes)} FP8 codes, {mib(need.scales)} scales, {gib(need.plain)} BF16"
+        rows.append(("of these", parts))
+    a_token = f"{need.kv_per_token:,}"
     if need.kv_per_token != plain_kv:
-        held = CACHES[rollout.kv_dtype]
-        rows[-1] = (rows[-1][0], f"{need.kv_per_token:,} in {held}; {plain_kv:,} in BF16")
-    share = float(sections.vllm.get("gpu_memory_utilization") or 0.9)
+        a_token += f" in {CACHES[kv_dtype]}; {plain_kv:,} in BF16"
+    rows.append(("KV cache, bytes a token", a_token))
+    share = float(vllm.get("gpu_memory_utilization") or 0.9)
     fixed = sections.at("policy.generation.vllm_kwargs").get("kv_cache_memory_bytes")
     if fixed:
         cache: float | None = float(fixed)
@@ -161,4 +146,4 @@ def rollout_section(
     else:
         rows.append(("room for the cache", f"{gib(int(cache))} ({why})"))
         rows.append(("tokens that fit", f"{int(cache) // need.kv_per_token:,}"))
-    return Section(f"memory of a GPU in rollout: vLLM, TP {ranks}", ("", ""), tuple(rows))
+    return [Section(f"memory of a GPU in rollout: vLLM, TP {ranks}", ("", ""), tuple(rows))]

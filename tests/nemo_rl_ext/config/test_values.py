@@ -12,8 +12,8 @@ from fp8rl.errors import Fp8RLError, RecipeError
 from nemo_rl_ext.config.drivers import BLOCK, DRIVERS, GUARD, LOSS, MEGATRON, VLLM, check_places
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.merge import read
-from nemo_rl_ext.config.values import _KINDS
 from nemo_rl_ext.config.values import _MAPPINGS as MAPPINGS
+from nemo_rl_ext.config.values import KINDS
 from support.nemo_rl import put
 
 HOSTILE: tuple[Any, ...] = (
@@ -65,7 +65,7 @@ def paths_of(value: dict[str, Any], path: str = "") -> list[str]:
 READ_KEYS = sorted(
     {
         *paths_of(config()),
-        *(path for paths, _, _ in _KINDS for path in paths),
+        *(path for paths, _, _ in KINDS for path in paths),
         *MAPPINGS,
         *(f"{VLLM}.{key}" for key in ("kv_cache_dtype", "precision")),
         *(f"policy.{key}" for key in ("quant_cfg", "worker_extension_cls_fqn")),
@@ -148,6 +148,6 @@ def test_a_value_of_another_kind_is_refused_by_its_path(
     assert path in str(raised.value)
 
 
-@pytest.mark.parametrize("path", [path for path, _, _ in _KINDS])
+@pytest.mark.parametrize("path", [path for path, _, _ in KINDS])
 def test_null_counts_as_absent(path: str) -> None:
     assert read(config(**{path: None}), DRIVERS["grpo"]) is not None

@@ -384,9 +384,6 @@ def test_exit_codes(
     (tmp_path / "bad.yaml").write_text("a: [")
     (tmp_path / "other.yaml").write_text("policy: {}")
     (tmp_path / "wrong.yaml").write_text(yaml.safe_dump({"grpo": {}, "policy": [1]}))
-    (tmp_path / "odd.yaml").write_text(
-        yaml.safe_dump(config({}, **{f"{VLLM}.tensor_parallel_size": "two"}))
-    )
     here = ("--source", str(source), "--model", str(model))
 
     def doctor(*arguments: str) -> tuple[int, str, str]:
@@ -406,7 +403,6 @@ def test_exit_codes(
         (nemo("bad.yaml", *here), "is not valid YAML"),
         (nemo("other.yaml", *here), "has none of the sections grpo, async_rl, ppo"),
         (nemo("wrong.yaml", *here), "'policy' is [1], not a section with keys"),
-        (nemo("odd.yaml", *here), f"'{VLLM}.tensor_parallel_size' is two, not a positive integer"),
         (nemo("good.yaml", *here, "--gpu-memory", "inf"), "--gpu-memory is inf; give the memory"),
         (nemo("good.yaml", "--source", str(tmp_path)), "is no checkout of NeMo RL"),
         (nemo("good.yaml"), "NeMo RL is not installed here; run this in the environment"),
@@ -446,23 +442,30 @@ def test_the_adapter_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "wanted"),
+    ("path", "value", "problem"),
     [
-        (f"{VLLM}.pipeline_parallel_size", None, "a positive integer"),
-        (f"{MEGATRON}.context_parallel_size", 0, "a positive integer"),
-        ("cluster.num_nodes", 1.5, "a positive integer"),
-        ("env.reward_model.resources.num_nodes", [1], "a positive integer or null"),
-        (f"{VLLM}.gpu_memory_utilization", math.nan, "a number from 0 to 1"),
-        ("policy.model_name", [1], "a name"),
-        (f"{MEGATRON}.peft", True, "a section with keys"),
-        (f"{MEGATRON}.model_overrides", "x", "a section with keys"),
+        (f"{VLLM}.tensor_parallel_size", "two", "must be a whole number of at least 1, not 'two'"),
+        (f"{MEGATRON}.context_parallel_size", 0, "must be a whole number of at least 1, not 0"),
+        ("cluster.num_nodes", 1.5, "must be a whole number of at least 1, not 1.5"),
+        ("env.reward_model.resources.num_nodes", [1], "must be a whole number of at least 1"),
+        (f"{VLLM}.gpu_memory_utilization", math.nan, "must be a number from 0 to 1, not nan"),
+        (f"{VLLM}.gpu_memory_utilization", "0.5", "must be a number from 0 to 1, not '0.5'; write"),
+        ("policy.model_name", [1], "must be a text, not [1]"),
+        ("policy.hf_config_overrides", [1], "is [1], not a section with keys"),
+        ("data", [1], "is [1], not a section with keys"),
     ],
 )
 def test_a_value_that_nothing_can_be_computed_with_is_named(
-    look: Any, path: str, value: Any, wanted: str
+    look: Any, path: str, value: Any, problem: str
 ) -> None:
-    with pytest.raises(RecipeError, match=rf"^'{re.escape(path)}' is .*, not {wanted}; correct"):
-        look(config({}, **{path.replace(".", "__"): value}))
+    (found,) = look(config({}, **{path.replace(".", "__"): value})).problems
+    assert found.startswith(f"'{path}' {problem}")
+
+
+@pytest.mark.parametrize("path", [f"{MEGATRON}.peft", f"{MEGATRON}.model_overrides", "policy"])
+def test_a_value_in_the_place_of_a_section_is_named(look: Any, path: str) -> None:
+    with pytest.raises(RecipeError, match=rf"^'{re.escape(path)}' is 'x', not a section with keys"):
+        look(config(**{path.replace(".", "__"): "x"}))
 
 
 def test_numbers_in_quotes_are_converted_where_nemo_rl_does(look: Any) -> None:
@@ -472,14 +475,9 @@ def test_numbers_in_quotes_are_converted_where_nemo_rl_does(look: Any) -> None:
     quoted["policy"]["megatron_cfg"] |= {key: str(value) for key, value in block.items()}
     quoted["cluster"] = {"num_nodes": "1", "gpus_per_node": "8"}
     assert look(quoted) == look(plain)
-    for path, value, wanted in (
-        (f"{VLLM}.tensor_parallel_size", "2", "a positive integer"),
-        (f"{VLLM}.gpu_memory_utilization", "0.5", "a number from 0 to 1"),
-        ("env.reward_model.resources.num_nodes", "1", "a positive integer or null"),
-    ):
-        message = rf"^'{re.escape(path)}' is the text '{value}', not {wanted}, and NeMo RL does not"
-        with pytest.raises(RecipeError, match=message):
-            look(config({}, **{path: value}))
+    for path in (f"{VLLM}.tensor_parallel_size", "env.reward_model.resources.num_nodes"):
+        (problem,) = look(config({}, **{path: "2"})).problems
+        assert problem.startswith(f"'{path}' must be a whole number of at least 1, not '2'; write")
 
 
 @pytest.mark.parametrize(

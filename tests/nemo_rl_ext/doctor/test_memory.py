@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from fp8rl import PluginManager
 from fp8rl.errors import ModelError
 from fp8rl.models.pins import PinRow
-from fp8rl.models.sizes import GIB, Sizes
+from fp8rl.models.sizes import GIB, Sizes, gib
 from fp8rl.models.spec import ModelSpec
 from fp8rl.plugins.adapters import Section
-from fp8rl.recipe import Pins
+from fp8rl.recipe import KVDtype, Pins
 from nemo_rl_ext.config.drivers import DRIVERS
 from nemo_rl_ext.config.keys import Sections
 from nemo_rl_ext.doctor import memory
@@ -96,24 +96,27 @@ def test_config_json_with_another_name_or_without_a_number() -> None:
 def test_rollouts() -> None:
     rows = rows_of(DENSE, first=1)
     sections = run(tensor_parallel_size=2, gpu_memory_utilization=0.5)
-    found = memory.rollout_memory(sections, ModelSpec.of(DENSE), rows, kv_dtype="fp8_e4m3")
-    assert found.weights.codes == 5 * (256 * 64 * (8 + 4 + 4 + 8) + 3 * 256 * 384) // 2
-    assert (found.weights.kv_per_token, found.bf16_kv_per_token) == (6 * 2 * 2 * 64, 6 * 4 * 2 * 64)
+    need = Sizes(ModelSpec.of(DENSE), 2).bytes(rows, 2, "fp8_e4m3")
+    assert need.codes == 5 * (256 * 64 * (8 + 4 + 4 + 8) + 3 * 256 * 384) // 2
     problems: list[str] = []
-    shown = table(memory.rollout_section(sections, found, None, problems))
+
+    def show(dtype: KVDtype, gpu_memory: float | None = None) -> dict[str, str]:
+        model = ModelSpec.of(DENSE)
+        return table(*memory.rollout_section(sections, model, rows, dtype, gpu_memory, problems))
+
+    shown = show("fp8_e4m3")
+    # 6 layers, K and V, 2 heads on a rank, 64 elements of a byte, or of two
     assert shown["KV cache, bytes a token"] == "1,536 in FP8; 3,072 in BF16"
+    assert shown["of these"].startswith(f"{gib(need.codes)} FP8 codes")
     assert shown["tokens in a GiB of cache"] == f"{GIB // 1536:,}"
-    int8 = memory.rollout_memory(
-        sections, ModelSpec.of(DENSE), rows, kv_dtype="int8_per_token_head"
-    )
-    shown_int8 = table(memory.rollout_section(sections, int8, None, problems))
+    shown_int8 = show("int8_per_token_head")
     # 6 layers, K and V, 2 heads on a rank: 64 codes and a scale of 4 bytes each
     assert shown_int8["KV cache, bytes a token"] == "1,632 in INT8; 3,072 in BF16"
     assert shown["room for the cache"].startswith("50% of a GPU less the weights")
-    shown = table(memory.rollout_section(sections, found, 2.0, problems))
-    assert shown["tokens that fit"] == f"{(GIB - found.weights.weights) // 1536:,}"
+    shown = show("fp8_e4m3", 2.0)
+    assert shown["tokens that fit"] == f"{(GIB - need.weights) // 1536:,}"
     assert not problems
-    shown = table(memory.rollout_section(sections, found, 0.001, problems))
+    shown = show("fp8_e4m3", 0.001)
     assert shown["tokens that fit"] == "0"
     assert "more than the 50% of 0.001 GiB that vLLM may use; raise 'policy" in problems[0]
 
@@ -121,9 +124,8 @@ def test_rollouts() -> None:
 def test_a_cache_of_a_given_size_needs_no_size_of_the_gpu() -> None:
     sections = run()
     sections.generation["vllm_kwargs"] = {"kv_cache_memory_bytes": 3 * 6144 * 10}  # type: ignore[index]
-    found = memory.rollout_memory(sections, ModelSpec.of(DENSE), rows_of(DENSE), kv_dtype="auto")
-    shown = table(memory.rollout_section(sections, found, None, []))
-    assert found.weights.kv_per_token == found.bf16_kv_per_token == 6144
+    model, rows = ModelSpec.of(DENSE), rows_of(DENSE)
+    shown = table(*memory.rollout_section(sections, model, rows, "auto", None, []))
     assert shown["tokens that fit"] == "30"
     assert shown["KV cache, bytes a token"] == "6,144"
 
