@@ -15,6 +15,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 # Two processes have a core each; and with more threads MKL sums a small product in another order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A model that no test has is not looked for in a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
