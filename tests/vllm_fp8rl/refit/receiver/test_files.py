@@ -280,7 +280,7 @@ def test_a_refit_from_a_file_that_is_rewritten(engine: Engine, checkpoints, tmp_
 CUT = """
 import os, sys
 from pathlib import Path
-from vllm_fp8rl.refit import files
+from vllm_fp8rl.refit.receiver import files
 
 files._require_agreement = lambda *args: None  # one rank, without an engine
 path = Path(sys.argv[1])
