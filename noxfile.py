@@ -60,7 +60,7 @@ QUICK = {
             "test_plugin",
         )
     ),
-    MEGATRON: tuple(f"{MEGATRON}/test_{name}.py" for name in ("linear", "export")),
+    MEGATRON: (f"{MEGATRON}/layers/test_linear.py", f"{MEGATRON}/export/test_stream.py"),
 }
 """The tests of ``--quick`` by folder."""
 
