@@ -143,12 +143,16 @@ def register_model(path: Path) -> None:
 
     (name,) = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
     known: Any = ModelRegistry.models.get(name)
-    if not hasattr(known, "module_name"):  # unknown, or a class already
+    if known is None and name.startswith("Qwen3_5"):  # vLLM 0.25 lists it with its tower alone
+        module, kind = "vllm.model_executor.models.qwen3_5", name
+    elif hasattr(known, "module_name"):
+        module, kind = known.module_name, known.class_name
+    else:  # unknown, or a class already
         return
-    reads_images = known.module_name.endswith(("qwen3_5", "qwen3_vl"))
+    reads_images = module.endswith(("qwen3_5", "qwen3_vl"))
     with without_torchvision() if reads_images else nullcontext():
-        source = importlib.import_module(known.module_name)
-    ModelRegistry.register_model(name, getattr(source, known.class_name))
+        source = importlib.import_module(module)
+    ModelRegistry.register_model(name, getattr(source, kind))
 
 
 @functools.cache
