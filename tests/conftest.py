@@ -24,7 +24,11 @@ import support.startup.sitecustomize  # noqa: F401  this process has started wit
 
 pytest.register_assert_rewrite("support")
 TESTS = Path(__file__).parent
-SLOW = {TESTS / "fuzz", TESTS / "megatron_fp8rl" / "test_exact_replay.py"}
+SLOW = {
+    TESTS / "fuzz",
+    TESTS / "fp8rl_demo" / "test_run.py",
+    TESTS / "megatron_fp8rl" / "test_exact_replay.py",
+}
 ENGINES = {TESTS / name for name in ("vllm_fp8rl", "fuzz")}
 # Long ones that need neither an engine nor Megatron in this process: they start others.
 PROCESSES = {
