@@ -24,9 +24,8 @@ from nemo_rl_ext.doctor.probe import PACKAGES
 from nemo_rl_ext.patches.upstream import KNOWN
 
 VENVS = "NEMO_RL_VENV_DIR"
+"""NVIDIA's images set it."""
 ONE_FOR_ALL = "NEMO_RL_PY_EXECUTABLES_SYSTEM"
-CONTAINER = Path("/opt/ray_venvs")
-"""Where NVIDIA's container has the environments."""
 PAGE = "docs/nemo_rl_install.md"
 
 _DRIVER = "driver"
@@ -129,14 +128,9 @@ def examine_environments(source: Path | None) -> Diagnosis:
 def _folders(package: Path | None) -> list[Path]:
     """Where NeMo RL has its environments, as ``create_local_venv`` looks for them."""
     given = os.environ.get(VENVS)
-    found = []
     if given:
-        found.append(Path(os.path.normpath(given)).absolute())
-    elif package is not None:
-        found.append(package.absolute().parent / "venvs")
-    if CONTAINER.is_dir() and CONTAINER not in found:
-        found.append(CONTAINER)
-    return found
+        return [Path(os.path.normpath(given)).absolute()]
+    return [] if package is None else [package.absolute().parent / "venvs"]
 
 
 def _interpreters(folders: list[Path]) -> list[Environment]:
