@@ -76,11 +76,17 @@ class ExactColumnParallelLinear(Fp8Module, ColumnParallelLinear):
             elif allreduce_dgrad:
                 input = copy_to_tensor_model_parallel_region(input, group=tp_group)
             return reference.multiply(input, weight)
-        kwargs |= {"allreduce_dgrad": allreduce_dgrad, "tp_group": tp_group}
-        kwargs |= {"sequence_parallel": sequence_parallel}
         blocks = _HeadInBlocks()
         with blocks:  # upstream's backward stays
-            y = super()._forward_impl(input.contiguous(), weight, *args, **kwargs)
+            y = super()._forward_impl(
+                input.contiguous(),
+                weight,
+                *args,
+                allreduce_dgrad=allreduce_dgrad,
+                sequence_parallel=sequence_parallel,
+                tp_group=tp_group,
+                **kwargs,
+            )
         if blocks.products != 1:
             raise UnsupportedError(
                 "exact cuts the product of Megatron's output projection into blocks, and this "
