@@ -44,6 +44,8 @@ from megatron_fp8rl.layers.norms import SharedRMSNorm
 from megatron_fp8rl.layers.swiglu import requests_swiglu
 
 _HOPPER = (9, 0)
+_CUDNN_HEAD = 128
+"""Size of the largest heads whose gradients cuDNN computes on Hopper."""
 
 
 class ExactNorm(Fp8Module):
@@ -263,19 +265,21 @@ class ExactCore(Fp8Module):
             )
         if layer is not None:
             layer.count(key, value)
+        rows = [query, key, value]
         if packed_seq_params is None:
-            length, batch = query.shape[:2]
-            starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
-            rows = [x.transpose(0, 1).flatten(0, 1).contiguous() for x in (query, key, value)]
+            # Sequences of one length are one sequence with the heads of all.
+            length = len(query)
+            starts = torch.arange(2, dtype=torch.int32, device=query.device) * length
+            rows = [x.flatten(1, 2) for x in rows]
         else:
             starts = _starts_of(packed_seq_params).to(torch.int32)
             length = _longest(packed_seq_params, starts)
-            rows = [x.contiguous() for x in (query, key, value)]
-        attend: Any = _attend_on_cpu if query.is_cpu else _Attention.apply
-        out = attend(*rows, starts, length, layer)
-        if packed_seq_params is not None:
-            return out.flatten(1)
-        return out.view(batch, length, -1).transpose(0, 1).contiguous()
+        rows = [x.contiguous() for x in rows]
+        if query.is_cpu:
+            out = _attend_on_cpu(*rows, starts, layer)
+        else:
+            out = _Attention.apply(*rows, starts, length, layer, packed)
+        return out.reshape(*query.shape[:-2], -1)
 
     def give_back(self) -> None:
         self.__dict__.pop("exact_cache", None)
@@ -522,9 +526,7 @@ def _turned(
     return tuple(y.view(x.shape) for x, y in zip(heads, rotated, strict=True))
 
 
-def _attend_on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, layer: Any
-) -> Tensor:
+def _attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, layer: Any) -> Tensor:
     """Compute what :class:`_Attention` does, in torch and differentiated by it."""
     if layer is not None:
         key, value = layer.rounded(key, value)
@@ -538,7 +540,7 @@ def _attend_on_cpu(
 class _Attention(torch.autograd.Function):
     """Causal attention of sequences that lie one after the other.
 
-    Gradients are those of torch's flash attention over the keys and values as ``layer``, a
+    Gradients are those of a library's attention over the keys and values as ``layer``, a
     ``LayerCache`` or None for 16 bits, rounds them, and pass straight through the rounding.
     """
 
@@ -551,6 +553,7 @@ class _Attention(torch.autograd.Function):
         starts: Tensor,
         longest: int,
         layer: Any,
+        packed: bool,
     ) -> Tensor:
         from fp8rl.kernels.attention import Copy, attend, copy_tokens
 
@@ -565,30 +568,79 @@ class _Attention(torch.autograd.Function):
         elif layer is not None:
             key, value = fake_quantize_kv(key, value, layer.scales, layer.clipped)
         ctx.save_for_backward(query, key, value, out, lse, starts)
-        ctx.longest, ctx.scale = longest, scale
+        ctx.longest, ctx.scale, ctx.packed = longest, scale, packed
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, starts = ctx.saved_tensors
-        state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout: none
-        found = torch.ops.aten._flash_attention_backward(
-            grads[0].contiguous(),
-            query,
-            key,
-            value,
-            out,
-            lse,
-            starts,
-            starts,
-            ctx.longest,
-            ctx.longest,
-            0.0,
-            True,
-            state,
-            torch.empty(0, device=query.device),
-            scale=ctx.scale,
-        )
-        behind = torch.arange(len(query), device=query.device) >= starts[-1]  # left uninitialised
-        grads = tuple(x.masked_fill_(behind[:, None, None], 0) for x in found[:3])
-        return (*grads, None, None, None)
+        grad, (*of_forward, starts) = grads[0].contiguous(), ctx.saved_tensors
+        if ctx.packed or grad.shape[-1] > _CUDNN_HEAD:
+            found = _flash_backward(grad, *of_forward, starts, ctx.longest, ctx.scale)
+        else:
+            found = _cudnn_backward(grad, *of_forward, ctx.scale)
+        return (*found, None, None, None, None)
+
+
+def _cudnn_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> list[Tensor]:
+    """Return gradients of one sequence's attention, by cuDNN, which torch makes a plan a shape for.
+
+    Args:
+        grad, query, key, value, out: ``[tokens, heads, head_size]``.
+        lse: log-sum-exp of the scores, float32 ``[heads, tokens]``.
+        scale: of the scores.
+    """
+    state = torch.zeros(1, dtype=torch.int64, device=query.device)  # of dropout: none
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *(x.transpose(0, 1)[None] for x in (grad, query, key, value, out)),
+        lse[None, :, :, None],
+        state,
+        state,
+        None,
+        None,
+        None,
+        len(query),
+        len(query),
+        0.0,
+        True,
+        scale=scale,
+    )
+    return [x[0].transpose(0, 1) for x in found]
+
+
+def _flash_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor,
+    longest: int,
+    scale: float,
+) -> list[Tensor]:
+    """Return gradients of packed sequences' attention, by FlashAttention 2 in torch.
+
+    torch's cuDNN would make a plan in every call for sequences of several lengths.
+    """
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout: none
+    found = torch.ops.aten._flash_attention_backward(
+        grad,
+        query,
+        key,
+        value,
+        out,
+        lse,
+        starts,
+        starts,
+        longest,
+        longest,
+        0.0,
+        True,
+        state,
+        torch.empty(0, device=query.device),
+        scale=scale,
+    )
+    behind = torch.arange(len(query), device=query.device) >= starts[-1]  # left uninitialised
+    return [x.masked_fill_(behind[:, None, None], 0) for x in found[:3]]

@@ -64,13 +64,24 @@ class SharedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        kernels = implementation(x, "norm")
+        if x.is_cpu:
+            y, roots = kernels.rms_norm(x, weight, epsilon), None
+        else:
+            y, roots = kernels.rms_norm_and_roots(x, weight, epsilon)
+        ctx.save_for_backward(x, weight, roots)
         ctx.epsilon = epsilon
-        return implementation(x, "norm").rms_norm(x, weight, epsilon)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        x, weight, roots = ctx.saved_tensors
+        if roots is not None:
+            found = torch.ops.aten._fused_rms_norm_backward(
+                grads[0].contiguous(), x.contiguous(), weight.shape, roots, weight, [True, True]
+            )
+            return (*found, None)
+        x, weight = (saved.detach().requires_grad_() for saved in (x, weight))
         with torch.enable_grad():
             y = rms_norm(x, weight.shape, weight, ctx.epsilon)
         return (*torch.autograd.grad(y, (x, weight), grads), None)

@@ -321,7 +321,7 @@ def test_gradients_of_attention_are_those_of_the_rounded_keys(dtype):
     inputs = [x.clone().requires_grad_() for x in (case.query, case.keys, case.values)]
     behind = [torch.cat((x.detach(), x.detach()[:50] / 0)).requires_grad_() for x in inputs]
     layer = None if dtype == "bf16" else layer
-    out = _Attention.apply(*behind, case.starts, max(LENGTHS), layer)
+    out = _Attention.apply(*behind, case.starts, max(LENGTHS), layer, True)
     grad = torch.randn_like(out)
     found = torch.autograd.grad(out, behind, grad)
     total = sum(LENGTHS)
@@ -333,16 +333,83 @@ def test_gradients_of_attention_are_those_of_the_rounded_keys(dtype):
             x.requires_grad_() for x in fake_quantize_int8_kv(*(x.detach() for x in rounded))
         ]
     wide = [x.detach().double().requires_grad_() for x in (inputs[0], *rounded)]
-    parts = []
-    for start, end in zip(case.starts[:-1].tolist(), case.starts[1:].tolist(), strict=True):
-        q, k, v = (x[start:end].transpose(0, 1) for x in wide)
-        k, v = (x.repeat_interleave(4, 0) for x in (k, v))
-        scores = (q @ k.transpose(1, 2)) * 64**-0.5
-        later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
-        parts.append((scores.masked_fill(later, float("-inf")).softmax(-1) @ v).transpose(0, 1))
+    bounds = zip(case.starts[:-1].tolist(), case.starts[1:].tolist(), strict=True)
+    parts = [_attended(*(x[start:end] for x in wide)) for start, end in bounds]
     expected = torch.autograd.grad(torch.cat(parts), wide, grad.double())
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.double() - theirs).norm() / theirs.norm() < 1e-2
+
+
+def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Compute causal attention ``[tokens, heads, size]`` of one sequence in float64."""
+    group, size = q.shape[1] // k.shape[1], q.shape[2]
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+    scores = (q @ k.transpose(1, 2)) * size**-0.5
+    later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+    return (scores.masked_fill(later, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+def test_sequences_of_one_length_are_the_packed_ones(heads, kv_heads, size):
+    """Megatron's ``[s, b, ..]``: output to the bit, gradients by float64."""
+    pytest.importorskip("megatron.core")
+    from types import SimpleNamespace
+
+    from megatron_fp8rl.layers.exact import ExactCore
+
+    core: Any = object.__new__(ExactCore)
+    torch.nn.Module.__init__(core)
+    core.exact_cache = SimpleNamespace(
+        scales=torch.tensor([2.0**-6, 2.0**-5], device=DEVICE),
+        clipped=torch.zeros(2, dtype=torch.int64, device=DEVICE),
+        in_service=True,
+        count=lambda *_: None,
+    )
+    length, batch = 300, 3
+    shapes = [(length, batch, n, size) for n in (heads, kv_heads, kv_heads)]
+    given = [torch.randn(shape, device=DEVICE).bfloat16().requires_grad_() for shape in shapes]
+    out = core(*given, None)
+    starts = torch.arange(batch + 1, device=DEVICE) * length
+    packed = SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_q_padded=None, max_seqlen_q=length)
+    in_a_row = core(
+        *(x.transpose(0, 1).flatten(0, 1) for x in given), None, packed_seq_params=packed
+    )
+    assert torch.equal(in_a_row.view(batch, length, -1).transpose(0, 1), out)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, given, grad)
+    rounded = fake_quantize_kv(
+        *(x.detach().flatten(1, 2) for x in given[1:]),
+        core.exact_cache.scales,
+        core.exact_cache.clipped,
+    )
+    wide = [given[0].detach(), *(x.view(shapes[1]) for x in rounded)]
+    wide = [x.double().requires_grad_() for x in wide]
+    parts = [_attended(*(x[:, n] for x in wide)) for n in range(batch)]
+    expected = torch.autograd.grad(torch.stack(parts, 1).flatten(2), wide, grad.double())
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.double() - theirs).norm() / theirs.norm() < 1e-2
+
+
+@pytest.mark.parametrize("shape", [(33, 4, 4096), (33, 4, 8, 128), (33, 4, 576)])
+def test_gradients_of_norms(shape):
+    """Equal to those of torch's norm, by float64."""
+    pytest.importorskip("megatron.core")
+    from megatron_fp8rl.layers.norms import SharedRMSNorm
+
+    x = torch.randn(shape, device=DEVICE).bfloat16()
+    for given in (x, x.transpose(0, 1)):
+        weight = torch.rand(shape[-1], device=DEVICE).bfloat16()
+        inputs = [given.clone().requires_grad_(), weight.requires_grad_()]
+        y = SharedRMSNorm.apply(*inputs, 1e-6)
+        grad = torch.randn_like(y)
+        found = torch.autograd.grad(y, inputs, grad)
+        wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+        exactly = torch.nn.functional.rms_norm(wide[0], wide[1].shape, wide[1], 1e-6)
+        for ours, theirs in zip(
+            found, torch.autograd.grad(exactly, wide, grad.double()), strict=True
+        ):
+            assert (ours.double() - theirs).norm() / theirs.norm() < 5e-3
 
 
 def _scored(model: Any, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

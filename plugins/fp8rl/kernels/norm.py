@@ -48,6 +48,7 @@ def _norm_kernel(
     y_ptr,
     sum_ptr,
     scale_ptr,
+    root_ptr,
     rows,
     columns,
     stride_row,
@@ -59,6 +60,7 @@ def _norm_kernel(
     ADD: tl.constexpr,
     QUANTIZE: tl.constexpr,
     POW2: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = first + tl.arange(0, ROWS)[:, None]
@@ -72,7 +74,10 @@ def _norm_kernel(
         tl.store(sum_ptr + row * columns + column, total, inside)
         x = total.to(tl.float32)
     weight = tl.load(weight_ptr + column, column < columns, other=0.0).to(tl.float32)
-    y = (x * row_scale(x, columns, epsilon)[:, None] * weight).to(loaded.dtype)
+    root = row_scale(x, columns, epsilon)[:, None]
+    y = (x * root * weight).to(loaded.dtype)
+    if KEEP:
+        tl.store(root_ptr + row, root, row < rows)
     if QUANTIZE:
         index = tl.arange(0, ROWS * WIDTH // GROUP)
         row_of = first + index // (WIDTH // GROUP)
@@ -101,6 +106,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     y = x.new_empty(x.shape)
     _launch(x, None, weight, epsilon, y)
     return y
+
+
+def rms_norm_and_roots(
+    x: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return :func:`rms_norm` and what it multiplies rows with, float32 ``[.., 1]``.
+
+    A backward pass needs these, such as ``torch.ops.aten._fused_rms_norm_backward``.
+    """
+    y, roots = x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    _launch(x, None, weight, epsilon, y, roots=roots)
+    return y, roots
 
 
 def add_rms_norm(
@@ -150,6 +167,7 @@ def _launch(
     *,
     total: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    roots: torch.Tensor | None = None,
     form: ScaleFormat = "fp32",
 ) -> None:
     columns = x.shape[-1]
@@ -165,6 +183,7 @@ def _launch(
         y,
         y if total is None else total,
         y if scales is None else scales,
+        y if roots is None else roots,
         len(flat),
         columns,
         flat.stride(0),
@@ -174,6 +193,7 @@ def _launch(
         ADD=residual is not None,
         QUANTIZE=scales is not None,
         POW2=form == "pow2",
+        KEEP=roots is not None,
         enable_fp_fusion=False,
         **tile,
     )

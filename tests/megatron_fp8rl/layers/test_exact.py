@@ -263,8 +263,8 @@ def test_causal_masks_are_served_and_no_others(mcore, monkeypatch):
     """NeMo RL gives the causal one where it does not pack; Megatron squeezes what is packed."""
     seen: list[Any] = []
 
-    def attend(query: Any, key: Any, value: Any, starts: Any, longest: int, layer: Any) -> Any:
-        seen.append((tuple(query.shape), starts.tolist(), longest))
+    def attend(query: Any, key: Any, value: Any, starts: Any, layer: Any) -> Any:
+        seen.append((tuple(query.shape), starts.tolist()))
         return query
 
     monkeypatch.setattr(exact, "_attend_on_cpu", attend)
@@ -275,13 +275,13 @@ def test_causal_masks_are_served_and_no_others(mcore, monkeypatch):
     causal, padded = AttnMaskType.causal, AttnMaskType.padding_causal
     for given in (None, mask[None, None], mask.expand(2, 1, 5, 5)):
         out = core(query, key, key, given, attn_mask_type=causal, packed_seq_params=None)
-        assert torch.equal(out, query.flatten(2)) and seen.pop() == ((10, 2, 64), [0, 5, 10], 5)
+        assert torch.equal(out, query.flatten(2)) and seen.pop() == ((5, 4, 64), [0, 5])
     starts = torch.tensor([0, 3, 5])
     packed = SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_q_padded=None, max_seqlen_q=3)
     for kind in (causal, padded):
         rows = query[:, 0], key[:, 0], key[:, 0]
         out = core(*rows, None, attn_mask_type=kind, packed_seq_params=packed)
-        assert torch.equal(out, query[:, 0].flatten(1)) and seen.pop()[1:] == ([0, 3, 5], 3)
+        assert torch.equal(out, query[:, 0].flatten(1)) and seen.pop() == ((5, 2, 64), [0, 3, 5])
     with pytest.raises(UnsupportedError, match="is not the causal one"):  # of the whole row
         core(*rows, mask[None, None], packed_seq_params=packed)
     wrong = mask.clone()
