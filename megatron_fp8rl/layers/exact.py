@@ -44,8 +44,6 @@ from megatron_fp8rl.layers.norms import SharedRMSNorm
 from megatron_fp8rl.layers.swiglu import requests_swiglu
 
 _HOPPER = (9, 0)
-_CUDNN_HEAD = 128
-"""Size of the largest heads whose gradients cuDNN computes on Hopper."""
 
 
 class ExactNorm(Fp8Module):
@@ -574,11 +572,18 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, (*of_forward, starts) = grads[0].contiguous(), ctx.saved_tensors
-        if ctx.packed or grad.shape[-1] > _CUDNN_HEAD:
-            found = _flash_backward(grad, *of_forward, starts, ctx.longest, ctx.scale)
-        else:
+        if not ctx.packed and _serves_cudnn(*of_forward[:3]):
             found = _cudnn_backward(grad, *of_forward, ctx.scale)
+        else:
+            found = _flash_backward(grad, *of_forward, starts, ctx.longest, ctx.scale)
         return (*found, None, None, None, None)
+
+
+def _serves_cudnn(*rows: Tensor) -> bool:
+    """Tell whether torch has gradients by cuDNN for one sequence's query, key and value."""
+    query, key, value = (x.detach().transpose(0, 1)[None].requires_grad_() for x in rows)
+    params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, True)
+    return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
 def _cudnn_backward(
