@@ -263,20 +263,19 @@ class ExactCore(Fp8Module):
             )
         if layer is not None:
             layer.count(key, value)
-        rows = [query, key, value]
         if packed_seq_params is None:
             # Sequences of one length are one sequence with the heads of all.
             length = len(query)
             starts = torch.arange(2, dtype=torch.int32, device=query.device) * length
-            rows = [x.flatten(1, 2) for x in rows]
+            q, k, v = (x.flatten(1, 2).contiguous() for x in (query, key, value))
         else:
             starts = _starts_of(packed_seq_params).to(torch.int32)
             length = _longest(packed_seq_params, starts)
-        rows = [x.contiguous() for x in rows]
+            q, k, v = (x.contiguous() for x in (query, key, value))
         if query.is_cpu:
-            out = _attend_on_cpu(*rows, starts, layer)
+            out = _attend_on_cpu(q, k, v, starts, layer)
         else:
-            out = _Attention.apply(*rows, starts, length, layer, packed)
+            out = _Attention.apply(q, k, v, starts, length, layer, packed)
         return out.reshape(*query.shape[:-2], -1)
 
     def give_back(self) -> None:
@@ -573,9 +572,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, (*of_forward, starts) = grads[0].contiguous(), ctx.saved_tensors
         if not ctx.packed and _serves_cudnn(*of_forward[:3]):
-            found = _cudnn_backward(grad, *of_forward, ctx.scale)
+            found = _cudnn_backward(grad, *of_forward, scale=ctx.scale)
         else:
-            found = _flash_backward(grad, *of_forward, starts, ctx.longest, ctx.scale)
+            found = _flash_backward(
+                grad, *of_forward, starts=starts, longest=ctx.longest, scale=ctx.scale
+            )
         return (*found, None, None, None, None)
 
 
@@ -587,7 +588,14 @@ def _serves_cudnn(*rows: Tensor) -> bool:
 
 
 def _cudnn_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
 ) -> list[Tensor]:
     """Return gradients of one sequence's attention, by cuDNN, which torch makes a plan a shape for.
 
@@ -621,6 +629,7 @@ def _flash_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    *,
     starts: Tensor,
     longest: int,
     scale: float,
