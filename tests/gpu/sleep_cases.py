@@ -28,9 +28,9 @@ FINAL_NORM = "model.norm.weight"
 class Case:
     """An engine with the weights of ``a`` at the start of each test."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, recipe: Recipe) -> None:
         self.paths = make_checkpoints(root)
-        self.recipe = Recipe()
+        self.recipe = recipe
         self.engine = start_engine(self.paths["a"], self.recipe, enable_sleep_mode=True, **QUICK)
         self.llm = self.engine.llm
         self.tensors = {n: refit_tensors(p, self.recipe) for n, p in self.paths.items()}
@@ -127,7 +127,7 @@ CASES: list[Callable[[Case], None]] = [
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        case = Case(Path(folder))
+        case = Case(Path(folder), Recipe(exact="exact" in sys.argv))
         worker = case.llm.llm_engine.model_executor.driver_worker.worker
         say("runner:", type(worker.model_runner).__module__)
         for test in CASES:

@@ -18,14 +18,21 @@ pytest.importorskip("vllm")
 CASES = Path(__file__).parent / "sleep_cases.py"
 
 
+SECOND = "vllm.v1.worker.gpu.model_runner"
+
+
 @pytest.mark.parametrize(
-    ("version", "runner"),
-    [("0", "vllm.v1.worker.gpu_model_runner"), ("1", "vllm.v1.worker.gpu.model_runner")],
-    ids=["first", "second"],
+    ("version", "runner", "options"),
+    [("0", "vllm.v1.worker.gpu_model_runner", []), ("1", SECOND, []), ("1", SECOND, ["exact"])],
+    ids=["first", "second", "exact"],
 )
-def test_weights_and_scales_after_every_kind_of_sleep(version: str, runner: str) -> None:
+def test_weights_and_scales_after_every_kind_of_sleep(
+    version: str, runner: str, options: list[str]
+) -> None:
+    if options and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
     done = subprocess.run(
-        [sys.executable, str(CASES)],
+        [sys.executable, str(CASES), *options],
         env=environment(VLLM_USE_V2_MODEL_RUNNER=version),
         capture_output=True,
         text=True,

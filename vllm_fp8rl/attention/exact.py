@@ -26,6 +26,10 @@ class ExactAttention:
         self._ones = attention.ones_like_codes(torch.empty(0, dtype=cache, device="cuda"))
         self._processors = processors
 
+    def restore(self) -> None:
+        """Write the ones again, which a level-2 sleep discards with the weights."""
+        self._ones.copy_(self._kernels.ones_like_codes(self._ones))
+
     def attend_batch(
         self,
         query: torch.Tensor,

@@ -101,6 +101,8 @@ class SplitAttentionImpl(AttentionImpl):
 
     ours: bool
     """Whether our kernels compute the layer's attention."""
+    exact_attention: ExactAttention | None = None
+    """What computes it where the recipe says ``exact``."""
 
     def _prepare(self, engine: VllmConfig, cache: torch.dtype, *, splits: bool) -> None:
         """Take what the kernels need.
@@ -110,8 +112,18 @@ class SplitAttentionImpl(AttentionImpl):
             cache: dtype of the cache's elements.
             splits: whether batches are split.
         """
-        self._attend_batch = batch_attention(engine, cache)
+        processors = torch.cuda.get_device_properties().multi_processor_count
+        if is_exact(engine):
+            self.exact_attention = ExactAttention(cache, processors)
+            self._attend_batch: Callable[..., torch.Tensor] = self.exact_attention.attend_batch
+        else:
+            self._attend_batch = partial(attend_batch, processors=processors)
         self._most_keys = most_keys(engine) if splits else 0
+
+    def restore(self) -> None:
+        """Write again what a sleep discards and vLLM, which keeps a model's buffers, does not."""
+        if self.exact_attention is not None:
+            self.exact_attention.restore()
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         attend = self._attend if self.ours else super().forward
@@ -172,19 +184,6 @@ class SplitAttentionImpl(AttentionImpl):
     ) -> torch.Tensor:
         """Compute attention of a batch with several tokens of a request that is not split."""
         raise NotImplementedError
-
-
-def batch_attention(engine: VllmConfig, cache: torch.dtype) -> Callable[..., torch.Tensor]:
-    """Return what computes the attention of a batch: :func:`attend_batch`, or the exact one.
-
-    Args:
-        engine: configuration of the engine.
-        cache: dtype of the cache's elements.
-    """
-    processors = torch.cuda.get_device_properties().multi_processor_count
-    if is_exact(engine):
-        return ExactAttention(cache, processors).attend_batch
-    return partial(attend_batch, processors=processors)
 
 
 def kernels_compute(impl: Any) -> bool:

@@ -142,8 +142,11 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
         publish_scales(layer)
 
     def restore(self, layer: Any) -> None:
-        """Write the loaded values again, which a sleep or vLLM's wake-up may have overwritten."""
+        """Write again what a sleep or vLLM's wake-up may have overwritten."""
         publish_scales(layer)
+        restore = getattr(layer.impl, "restore", None)  # of our classes for Hopper GPUs
+        if restore is not None:
+            restore()
 
     def require_ready(self, layer: Any) -> None:
         """Raise ScaleError, for all layers at once, unless this one has the scales it needs."""

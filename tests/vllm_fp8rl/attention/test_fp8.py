@@ -15,7 +15,10 @@ import torch
 
 from fp8rl.errors import UnsupportedError
 from support.mixed_batch import BATCHES, Batch, load_flash
+from vllm_fp8rl.attention.exact import ExactAttention
 from vllm_fp8rl.attention.split_batch import split_batch
+from vllm_fp8rl.engine.guard import RefitGuard
+from vllm_fp8rl.quantization.kv_cache import Fp8RLKVCacheMethod
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +115,26 @@ def test_an_exact_engine_attends_over_16_bits_as_they_are(flash) -> None:
     impl.forward(batch.layer, batch.query, None, None, cache, metadata, batch.query)
     assert found["k_scale"] is None is found["v_scale"] and found["decodes"] == 3
     assert found["keys"].dtype == torch.bfloat16 and torch.equal(found["keys"], cache[:, 0])
+
+
+def test_a_wake_up_brings_back_what_an_exact_layer_keeps_beside_its_buffers(flash) -> None:
+    """A level-2 sleep discards the memory in which layers are built."""
+    kept = object.__new__(ExactAttention)
+    kept._kernels = SimpleNamespace(ones_like_codes=lambda codes: torch.full_like(codes, 129))
+    kept._ones = torch.zeros(32, 16, dtype=torch.uint8)
+    ones = kept._ones
+    layer = torch.nn.Module()
+    layer.impl = Batch(BATCHES["decodes"], size=64)._impl(flash.Fp8RLFlashImpl)
+    layer.quant_method = object.__new__(Fp8RLKVCacheMethod)
+    layer.layer_name = "model.layers.0.self_attn.attn"
+    layer.quant_method.state = SimpleNamespace(kv_scales={})
+    layer.quant_method.restore(layer)  # without exact there is nothing
+    layer.impl.exact_attention = kept
+    guard = RefitGuard({layer.layer_name: layer})
+    guard.sleep(["weights"], {})
+    guard.wake(None)
+    guard.check()
+    assert kept._ones is ones and (ones == 129).all()
 
 
 @pytest.mark.parametrize(
