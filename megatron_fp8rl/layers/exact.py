@@ -186,7 +186,8 @@ class Rotation:
             sequence = torch.searchsorted(starts, positions, right=True) - 1
             positions = positions - starts[sequence]
         if self._table is None or len(self._table) < length or self._table.device != query.device:
-            self._table = cos_sin_table(self._inverse, length, query.device)
+            with torch.inference_mode(False):  # a backward pass will need it too
+                self._table = cos_sin_table(self._inverse, length, query.device)
         return positions.repeat_interleave(batch), self._table
 
 

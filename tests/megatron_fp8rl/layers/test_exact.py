@@ -372,6 +372,19 @@ def test_positions_count_within_each_packed_sequence():
     assert positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
+def test_a_model_that_has_scored_in_inference_mode_trains(mcore):
+    """The table of the first forward serves the later ones, gradients included."""
+    model = build_gpt(LLAMA, **FUSED)
+    convert(model, Recipe.from_dict({"exact": True, "kv_cache": {"dtype": "auto"}}))
+    tokens, positions = torch.arange(7)[None], torch.arange(7)[None]
+    with torch.inference_mode():
+        scored = model(tokens, positions, None)
+    trained = model(tokens, positions, None)
+    trained.float().square().sum().backward()
+    assert torch.equal(scored, trained)
+    assert model.decoder.layers[0].self_attention.linear_qkv.weight.grad.any()
+
+
 @pytest.mark.parametrize(
     ("padded", "most", "longest"), [(None, 3, 3), ([0, 4, 4, 8], 3, 4), (None, None, 3)]
 )
