@@ -41,7 +41,7 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
             given.arguments[_THRESHOLD] = None
         data, run, equal = given.arguments["train_data"], finder.run, {}
         plan = run.plan
-        if plan is not None and plan.recipe.exact and not plan.in_pieces:
+        if plan is not None and plan.recipe.exact:
             # Before upstream masks sequences that differ.
             from nemo_rl_ext.driver.exactness import equal_logprobs
 

@@ -80,11 +80,12 @@ def test_a_batch_without_tokens_has_no_share() -> None:
     assert equal_logprobs(empty, MODEL, on_policy=True) == {}
 
 
-@pytest.mark.parametrize("queues", [True, False])
-@pytest.mark.parametrize("in_pieces", [True, False])
+@pytest.mark.parametrize(
+    ("driver", "queues"), [("grpo", True), ("grpo", False), ("single_controller", True)]
+)
 @pytest.mark.parametrize("model", [None, MODEL])
 def test_each_step_has_it_before_upstream_masks_what_differs(
-    queues: bool, in_pieces: bool, model: str | None, caplog: pytest.LogCaptureFixture
+    driver: str, queues: bool, model: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     def masking(train_data: Any, rewards: Any, seq_logprob_error_threshold: Any) -> Any:
         train_data["sample_mask"].zero_()
@@ -95,19 +96,20 @@ def test_each_step_has_it_before_upstream_masks_what_differs(
     setattr(module, name, masking)
     masking.__qualname__ = name  # as a function of a module
     finder = PatchFinder()
-    if model is not None:
-        finder.run.plan = RunPlan(
-            driver="grpo",
-            recipe=Recipe(exact=True),
-            sections=("loss_fn",),
-            model=model,
-            queues_batches=queues,
-        )
-    finder.run.correction = BatchCorrection(ImportanceSampling(), in_pieces=in_pieces)
+    plan = RunPlan(
+        driver=driver,
+        recipe=Recipe(exact=True),
+        sections=("loss_fn",),
+        model=model or "",
+        queues_batches=queues,
+    )
+    finder.run.plan = None if model is None else plan
+    # As the loss makes it.
+    finder.run.correction = BatchCorrection(ImportanceSampling(), in_pieces=plan.in_pieces)
     batch.apply(module, finder)
     metrics = getattr(module, name)(data((0, 3)), torch.ones(2), 1.0)
     step = finder.run.correction.end_step()[1]
-    assert ("fp8rl/equal_logprobs" in step) == (in_pieces and model is not None)
+    assert ("fp8rl/equal_logprobs" in step) == (plan.in_pieces and model is not None)
     if model is None:
         assert "fp8rl/equal_logprobs" not in metrics
     else:
