@@ -134,7 +134,7 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> RunPlan | None:
     if LOSS in blocks:
         _loss(merged, sections.loss)
     recipe = Recipe.from_dict(merged.data, where=first)
-    theirs = next((key for key, ours in merged.taken if ours == "kv_cache.dtype"), None)
+    theirs = next((key for key, ours in merged.taken.items() if ours == "kv_cache.dtype"), None)
     if theirs is not None:
         checks.refuse_unread_kv_settings(block, recipe, first, sections, theirs)
     dtype = kv_dtype(recipe)
@@ -171,7 +171,7 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> RunPlan | None:
         guard=guard,
         queues_batches=_queues_batches(sections),
         notes=tuple(notes),
-        taken=tuple(merged.taken),
+        taken=merged.taken,
     )
 
 
@@ -191,7 +191,7 @@ class _Merge:
             k: dict(v) if isinstance(v, Mapping) else v for k, v in block.items()
         }
         self.path = path
-        self.taken: list[tuple[str, str]] = []
+        self.taken: dict[str, str] = {}
         """Path of each key of upstream's that says something, and the key of ours that it sets."""
 
     def add(self, ours: str, value: Any, theirs: str) -> None:
@@ -206,11 +206,11 @@ class _Merge:
                 f"{target[key]!r}; remove one of them."
             )
         target[key] = value
-        self.taken.append((theirs, ours))
+        self.taken[theirs] = ours
 
     def extend_pins(self, key: str, value: Any, theirs: str) -> None:
         """Add to the pins of a kind because ``theirs`` says so."""
-        self.taken.append((theirs, f"pins.{key}"))
+        self.taken[theirs] = f"pins.{key}"
         pins = self.data.setdefault("pins", {})
         if isinstance(value, int):
             pins[key] = max(pins.get(key, 0), value)
@@ -295,7 +295,7 @@ def _training(merged: _Merge, sections: Sections) -> None:
 
 def _loss(merged: _Merge, loss: Mapping[str, Any]) -> None:
     if loss.get("use_importance_sampling_correction"):  # ours takes its place
-        merged.taken.append((f"{LOSS}.use_importance_sampling_correction", "importance_sampling"))
+        merged.taken[f"{LOSS}.use_importance_sampling_correction"] = "importance_sampling"
     kind = loss.get("truncated_importance_sampling_type")
     if kind is not None:
         theirs = f"{LOSS}.truncated_importance_sampling_type"

@@ -269,7 +269,7 @@ def _count(gpus: int) -> str:
 def _upstream_keys(plan: RunPlan, sections: Sections) -> list[Section]:
     """Table of the keys that the recipe has taken over; no table where there are none."""
     rows = []
-    for path, ours in dict.fromkeys(plan.taken):
+    for path, ours in plan.taken.items():
         parent, _, key = path.rpartition(".")
         value: Any = plan.recipe.to_dict()
         for part in ours.split("."):
