@@ -21,6 +21,7 @@ pytest.importorskip("nemo_rl.algorithms.grpo", exc_type=ImportError)
 import ray
 from nemo_rl.distributed import virtual_cluster
 from nemo_rl.utils import config as nemo_config
+from nemo_rl.utils.logger import flatten_dict
 from omegaconf import OmegaConf
 from ray import cloudpickle
 
@@ -155,6 +156,10 @@ def test_every_script_that_serves_prepares_its_workers_config(
     assert not policy["megatron_cfg"]["fp8_cfg"]["enabled"]
     if rollouts:
         assert policy["generation"]["vllm_kwargs"]["quantization"] == "fp8rl"
+    # The driver logs its config; TensorBoard takes these and no list in a list.
+    ours = {k: v for k, v in flatten_dict(config.model_dump()).items() if "fp8rl" in k}
+    assert any("fp8rl_plan.taken" in key for key in ours) == rollouts
+    assert all(v is None or isinstance(v, (bool, int, float, str)) for v in ours.values())
     assert not ray.is_initialized()
 
 
