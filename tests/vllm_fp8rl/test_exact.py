@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from itertools import accumulate, chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,11 @@ from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 from safetensors.torch import load_file, save_file
 
-from fp8rl import Recipe
+from fp8rl import PluginManager, Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.kernels import implementation, reference
 from fp8rl.kv_scales import scale_names
+from fp8rl.models.spec import ModelSpec
 from megatron_fp8rl import convert
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.kv.cache import KVCacheInTraining
@@ -239,6 +241,27 @@ def test_a_cpu_refuses_what_is_not_exact(
 ) -> None:
     with pytest.raises(UnsupportedError, match=r"exact needs dtype torch\.bfloat16 in the rollout"):
         other_engine(checkpoints["a"], Recipe.from_dict({"exact": True}))
+
+
+def test_ranks_that_share_a_cache_are_refused_by_their_key() -> None:
+    """As vLLM's config objects, of which a CPU cannot make one with such ranks."""
+    engine: Any = SimpleNamespace(
+        model_config=SimpleNamespace(
+            dtype=torch.bfloat16,
+            logprobs_mode="raw_logprobs",
+            head_dtype=torch.bfloat16,
+            is_multimodal_model=False,
+            get_sliding_window=lambda: None,
+        ),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=2),
+        device_config=SimpleNamespace(device_type="cpu"),
+        kernel_config=SimpleNamespace(linear_backend="auto"),
+        speculative_config=None,
+        lora_config=None,
+    )
+    policy = PluginManager().pin_policy(Recipe().pins, ModelSpec.dense(1).names)
+    with pytest.raises(UnsupportedError, match="needs decode_context_parallel_size 1 in"):
+        exact.check_exact(engine, policy)
 
 
 def test_a_head_whose_sums_depend_on_the_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,7 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
         ("head_dtype", model.head_dtype, torch.bfloat16),
         ("a model of text alone, is_multimodal_model", model.is_multimodal_model, False),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
         ("speculative_config", engine.speculative_config, None),
         ("lora_config", engine.lora_config, None),
         ("sliding window", model.get_sliding_window(), None),
