@@ -199,6 +199,13 @@ def test_every_import_of_an_engine_is_on_its_page_of_upgrading() -> None:
     assert not problems
 
 
+@pytest.mark.parametrize("page", PAPERS)
+def test_lines_of_code_fit_beside_the_navigation(page: str) -> None:
+    """docs/assets/site.css makes room for 100 columns."""
+    blocks = re.findall(r"^ *```.*?\n(.*?)^ *```", PAPERS[page], re.M | re.S)
+    assert not [line for code in blocks for line in code.splitlines() if len(line) > 100]
+
+
 def test_every_page_is_in_the_navigation() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1]
     pages = {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")}
