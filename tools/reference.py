@@ -25,7 +25,6 @@ from fp8rl import PluginManager, Recipe
 from fp8rl.cli import build_app
 from fp8rl.mismatch import MismatchMetrics
 from fp8rl.models.families import FAMILIES, Family
-from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,7 +102,8 @@ def reference() -> str:
             "",
             "## Recipe keys",
             "",
-            "Every engine reads the same recipe.",
+            "Every engine reads the same recipe; NeMo RL's guard has",
+            "[keys of its own](nemo_rl.md#guard).",
             "",
             *_table(("key", "type", "default", "meaning"), _keys(Recipe)),
             "",
@@ -122,12 +122,6 @@ def reference() -> str:
                 ),
                 map(_family, FAMILIES),
             ),
-            "",
-            "## Mismatch guard keys",
-            "",
-            "Of `loss_fn.fp8rl_guard` in NeMo RL. [What the guard does](nemo_rl.md#guard).",
-            "",
-            *_table(("key", "type", "default", "meaning"), _keys(GuardConfig)),
             "",
             "## Loss keys",
             "",
