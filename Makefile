@@ -10,7 +10,7 @@ help:
 	@echo "make test    the tests, without the slow ones"
 	@echo "make slow    the slow ones: bad inputs, interrupts, several ranks, every model family"
 	@echo "make fuzz    bad inputs, interrupts and kills, for longer (docs/measurements/reliability.md)"
-	@echo "make contract what we use of NeMo RL, against its sources (docs/nemo_rl.md)"
+	@echo "make contract what we use of NeMo RL, against its sources (CONTRIBUTING.md)"
 	@echo "make matrix  the engine tests with other versions of engines and Python (docs/versions.md)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the code and fix what it can"

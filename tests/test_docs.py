@@ -37,11 +37,14 @@ PUBLISHED = (
     "vllm_fp8rl.engine_args",
     "vllm_fp8rl.refit.refit",
     "vllm_fp8rl.refit.receiver.worker.RefitWorker",
+    "vllm_fp8rl.refit.worker.RefitWorker",
     "megatron_fp8rl.convert",
     "megatron_fp8rl.Conversion",
     "megatron_fp8rl.export.export_hf",
     "megatron_fp8rl.export.fp8_wire",
+    "megatron_fp8rl.kv_cache.KVCacheInTraining",
     "megatron_fp8rl.kv_cache.KVCacheInTraining.set",
+    "megatron_fp8rl.observers.QKVObserver",
     "megatron_fp8rl.observers.QKVObserver.scales",
     "nemo_rl_ext.GRPOConfig",
     "nemo_rl_ext.GRPOLoss",
@@ -194,6 +197,13 @@ def test_every_import_of_an_engine_is_on_its_page_of_upgrading() -> None:
                 problems += [f"{file.relative_to(ROOT)}: {n}" for n in names if n not in known]
     assert imported > 100
     assert not problems
+
+
+@pytest.mark.parametrize("page", PAPERS)
+def test_lines_of_code_fit_beside_the_navigation(page: str) -> None:
+    """docs/assets/site.css makes room for 100 columns."""
+    blocks = re.findall(r"^ *```.*?\n(.*?)^ *```", PAPERS[page], re.M | re.S)
+    assert not [line for code in blocks for line in code.splitlines() if len(line) > 100]
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -25,15 +25,7 @@ from nemo_rl_ext.doctor.examination import examine
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "versions.md"
 BEGIN = "<!-- written by tools/nemo_rl_yamls.py: begin -->"
 END = "<!-- written by tools/nemo_rl_yamls.py: end -->"
-HEAD = (
-    "config",
-    "model",
-    "rollout",
-    "training",
-    "rollout: weights, GiB a GPU",
-    "KV cache: bytes a token and GPU",
-    "with fp8rl",
-)
+HEAD = ("config", "model", "rollout", "training", "with fp8rl")
 _DENSE = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 _MOE = ("num_experts", "moe_intermediate_size")
@@ -162,20 +154,12 @@ def table(source: Path) -> str:
             reason = found.problems[0].replace(f"'{name}'", "this model")
             reasons += [] if reason in reasons else [reason]
             outcome = f"refused ({reasons.index(reason) + 1})"
-        rollout = {
-            row[0]: row[1]
-            for section in found.sections
-            if section.title.startswith("memory of a GPU in rollout")
-            for row in section.rows
-        }
         rows.append(
             (
                 f"`{path}`",
                 "a local folder" if " " in name else name.rpartition("/")[2],
                 found.facts.get("rollout", "").partition(";")[0].replace(" linear layers", ""),
                 found.facts.get("training", "").partition(";")[0].replace(" linear layers", ""),
-                rollout.get("weights", "").removesuffix(" GiB"),
-                rollout.get("KV cache, bytes a token", ""),
                 outcome,
             )
         )

@@ -25,7 +25,6 @@ from fp8rl import PluginManager, Recipe
 from fp8rl.cli import build_app
 from fp8rl.mismatch import MismatchMetrics
 from fp8rl.models.families import FAMILIES, Family
-from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,15 +32,15 @@ FILE = ROOT / "docs" / "reference.md"
 
 CORRECTION = {
     "is_weight_mean": "mean weight of the kept units (tokens, or sequences)",
-    "is_weight_min": "smallest weight of the kept units",
-    "is_weight_max": "largest weight of the kept units",
+    "is_weight_min": "smallest",
+    "is_weight_max": "largest",
     "is_weight_ess": "effective sample size of the weights, as a share of the kept units",
     "is_low_share": "share of the kept units with a ratio below `low`",
     "is_high_share": "share of the kept units with a ratio above `high`",
     "rejected_share": "share of the tokens that were rejected, for any reason",
-    "rejected_low_share": "share of the tokens rejected by `rejection.low`",
-    "rejected_high_share": "share of the tokens rejected by `rejection.high`",
-    "rejected_veto_share": "share of the tokens rejected by `token_veto`",
+    "rejected_low_share": "by `rejection.low`",
+    "rejected_high_share": "by `rejection.high`",
+    "rejected_veto_share": "by `token_veto`",
     "rejected_sequence_share": "share of the sequences left without a token",
     "all_rejected": "1 if no token of the batch is left",
 }
@@ -51,8 +50,8 @@ LOSS = {
     "loss_tokens": "number of tokens in the loss",
     "loss_sequences": "number of sequences in the loss",
     "ratio_min": "smallest ratio of the current to the old policy (GSPO: of sequences)",
-    "ratio_max": "largest ratio of the current to the old policy (GSPO: of sequences)",
-    "ratio_mean": "mean ratio of the current to the old policy (GSPO: of sequences)",
+    "ratio_max": "largest",
+    "ratio_mean": "mean",
     "clip_low_share": "share of the tokens clipped at the lower bound",
     "clip_high_share": "share of the tokens clipped at the upper bound",
     "dual_clip_share": "share of the tokens clipped by the dual clip",
@@ -103,7 +102,8 @@ def reference() -> str:
             "",
             "## Recipe keys",
             "",
-            "Every engine reads the same recipe.",
+            "Every engine reads the same recipe; NeMo RL's guard has",
+            "[keys of its own](nemo_rl.md#guard).",
             "",
             *_table(("key", "type", "default", "meaning"), _keys(Recipe)),
             "",
@@ -111,9 +111,9 @@ def reference() -> str:
             "",
             "The table in `plugins/fp8rl/models/families.py`;",
             "[extending.md](extending.md#add-a-model) says how to add an entry. A model of another",
-            "`model_type` is refused where rollouts are to run in FP8. Embedding, output",
-            "projection, norms, routers, convolutions and vision towers are always in BF16; what",
-            "is so by default is in FP8 where `pins.fp8` names it.",
+            "`model_type` is refused where rollouts are to run in FP8. Always in BF16 are",
+            "[these modules](recipe.md#pins); `pins.fp8` puts what is so by default into FP8. A KV",
+            "cache holds K and V in FP8, INT8 or BF16 where nothing else is said.",
             "",
             *_table(
                 (
@@ -123,25 +123,15 @@ def reference() -> str:
                 map(_family, FAMILIES),
             ),
             "",
-            "## Mismatch guard keys",
-            "",
-            "NeMo RL reads them from `loss_fn.fp8rl_guard`; [nemo_rl.md](nemo_rl.md) says what the",
-            "guard does.",
-            "",
-            *_table(("key", "type", "default", "meaning"), _keys(GuardConfig)),
-            "",
             "## Loss keys",
             "",
-            "Of `nemo_rl_ext.GRPOConfig`; [trainer.md](trainer.md#which-policy-term) says when",
-            "to use which mode.",
+            "Of `nemo_rl_ext.GRPOConfig`. [When to use which mode](trainer.md#which-policy-term).",
             "",
             *_table(("key", "type", "default", "meaning"), _keys(GRPOConfig)),
             "",
             "## Metrics",
             "",
-            "In NeMo RL's loggers (TensorBoard, WandB, MLflow) those of a batch's correction and",
-            "of the guard are `train/fp8rl/NAME`, in all of its loops: the drivers log a step's",
-            "metrics with the prefix `train`. The tables here leave both out.",
+            "In NeMo RL's loggers they are `train/fp8rl/NAME`, in all of its loops.",
             "",
             "### Mismatch of rollout and trainer (`fp8rl.mismatch`)",
             "",
@@ -159,7 +149,7 @@ def reference() -> str:
             "",
             "### Router replay (`megatron_fp8rl.router_replay`)",
             "",
-            "In NeMo RL's loggers they are `train/moe/fp8rl/NAME`.",
+            "In NeMo RL's loggers `train/moe/fp8rl/NAME`.",
             "",
             *_metrics(REPLAY),
             "",
@@ -169,7 +159,7 @@ def reference() -> str:
             "",
             "### FP8 KV cache in training (`megatron_fp8rl.kv.cache`)",
             "",
-            "The demo has them in `loss_metrics`, NeMo RL's loggers as `train/fp8rl/NAME`.",
+            "In the demo they are in `loss_metrics`.",
             "",
             *_metrics(KV_CACHE),
             "",
@@ -268,8 +258,8 @@ def _family(family: Family) -> tuple[str, ...]:
     for module in (module for block in blocks for module in block.modules if module.bf16):
         defaults.setdefault(module.bf16, []).append(f"`{module.name.rpartition('.')[2]}`")
     caches = {
-        "heads": "K and V, FP8 or BF16",
-        "latent": "latents, without scales",
+        "heads": "",
+        "latent": "latents in BF16, without scales",
         "none": "none in layers of linear attention",
     }
     derived = [
@@ -281,7 +271,7 @@ def _family(family: Family) -> tuple[str, ...]:
         family.name,
         ", ".join(f"`{kind}`" for kind in family.model_types),
         "; ".join(f"{', '.join(names)}: {why}" for why, names in defaults.items()),
-        "; ".join(caches[block.kv] for block in blocks),
+        "; ".join(filter(None, (caches[block.kv] for block in blocks))),
         "; ".join(derived),
         "; ".join(f"{side}: {what}" for side, what in family.missing.items()),
     )

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8rl.errors import ModelError
+from fp8rl.kv_scales import parse_scale_name
 from fp8rl.models.folder import folder_config, folder_tensors
 from fp8rl.weight_files import WeightFile
 
@@ -20,6 +21,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 def write_first_layers(model: Path, layers: int, out: Path) -> None:
     """Write a model of the first ``layers`` layers, with the tokenizer, into the folder ``out``.
+
+    KV scales of the checkpoint stay behind: they are an engine's, and no tensors of the model.
 
     Args:
         model: folder of a dense Hugging Face model with safetensors.
@@ -52,5 +55,7 @@ def write_first_layers(model: Path, layers: int, out: Path) -> None:
 
 
 def _within(name: str, layers: int) -> bool:
+    if parse_scale_name(name) is not None:
+        return False
     found = _LAYER.match(name)
     return found is None or int(found.group(1)) < layers

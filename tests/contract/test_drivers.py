@@ -3,7 +3,7 @@
 Once on one GPU, and once with tensor-parallel rollouts and data-parallel training over two; and
 with ``exact`` and a Megatron policy, over TransformerEngine's spec (``megatron_shims``).
 Only CUDA is emulated (``shims/cpu_for_cuda.py``). The run has an interpreter and a Ray of its own;
-docs/nemo_rl.md says what the interpreter's environment must hold.
+CONTRIBUTING.md says what the interpreter's environment must hold.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def drive(
     found = subprocess.run(
         [interpreter, "-c", probe], env=env, cwd=folder, capture_output=True, text=True, check=True
     )
-    assert not found.stdout.strip(), f"NEMO_RL_PYTHON lacks {found.stdout}(docs/nemo_rl.md)"
+    assert not found.stdout.strip(), f"NEMO_RL_PYTHON lacks {found.stdout}(CONTRIBUTING.md)"
     before = digest(root)
     made = subprocess.run(
         [interpreter, "-c", MODEL],

@@ -16,7 +16,7 @@ VARIABLES = {
     "NEMO_TOOLKIT_SRC": "nemo/package_info.py",
 }
 SITE = "NEMO_RL_SITE"
-"""A folder of ``pip install --target`` with what NeMo RL imports; see docs/nemo_rl.md."""
+"""A folder of ``pip install --target`` with what NeMo RL imports; see CONTRIBUTING.md."""
 
 
 def source(variable: str) -> Path:
@@ -33,7 +33,7 @@ def python(variable: str) -> Path:
     """The interpreter that a variable names; skips where it is unset."""
     value = os.environ.get(variable)
     if not value:
-        pytest.skip(f"{variable} is not set; give an interpreter (docs/nemo_rl.md)")
+        pytest.skip(f"{variable} is not set; give an interpreter (CONTRIBUTING.md)")
     path = Path(value)
     assert path.is_file(), f"{variable}={value} is no interpreter"
     return path.absolute()  # not resolved: a virtual environment is found by its link

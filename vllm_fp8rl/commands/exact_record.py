@@ -6,6 +6,7 @@ Importing this module imports no engine; :func:`record` starts one in a process 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -13,7 +14,8 @@ from typing import Any
 
 import torch
 
-from fp8rl.errors import Fp8RLError, UnsupportedError
+from fp8rl.errors import Fp8RLError, ModelError, UnsupportedError
+from fp8rl.models.folder import folder_config
 from fp8rl.plugins.adapters import ExactRequest
 from vllm_fp8rl import engine_args
 
@@ -58,19 +60,20 @@ def _record(request: ExactRequest) -> None:
 
     from vllm_fp8rl.calibration import calibrate_kv_scales
 
+    prompt = _prompt_length(folder_config(request.model))
     llm = LLM(
         model=str(request.model),
         dtype="bfloat16",
         skip_tokenizer_init=True,
         generation_config="vllm",
         enforce_eager=True,
-        max_model_len=_LENGTH + _TOKENS,
+        max_model_len=prompt + _TOKENS,
         max_num_batched_tokens=1024,
         kv_cache_memory_bytes=1 << 28,
         gpu_memory_utilization=0.05,
         **engine_args(request.recipe),
     )
-    texts = _tokens(request, llm.model_config.get_vocab_size())
+    texts = _tokens(request, llm.model_config.get_vocab_size(), prompt)
     prompts: Any = [{"prompt_token_ids": text} for text in texts]
     sampling = SamplingParams(
         max_tokens=_TOKENS, ignore_eos=True, detokenize=False, logprobs=0, temperature=1.0
@@ -96,17 +99,30 @@ def _record(request: ExactRequest) -> None:
     torch.save(found | {"traced": traced, "answers": answers}, request.record)
 
 
-def _tokens(request: ExactRequest, words: int) -> list[list[int]]:
-    """Return the prompts in tokens; random ones for a folder without a tokenizer."""
+def _prompt_length(config: Mapping[str, Any]) -> int:
+    """Return the largest number of tokens of a prompt whose answer the model has positions for."""
+    positions = config.get("max_position_embeddings")
+    if not isinstance(positions, int):
+        return _LENGTH
+    if positions < _TOKENS + 2:
+        raise ModelError(
+            f"The model's max_position_embeddings is {positions}, too few for a prompt and an "
+            f"answer of {_TOKENS} tokens; give a model with more."
+        )
+    return min(_LENGTH, positions - _TOKENS)
+
+
+def _tokens(request: ExactRequest, words: int, length: int) -> list[list[int]]:
+    """Return prompts of at most ``length`` tokens; random ones for a folder without a tokenizer."""
     if any((request.model / name).is_file() for name in _TOKENIZERS):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(request.model)
-        found = [tokenizer(prompt)["input_ids"][:_LENGTH] for prompt in request.prompts]
+        found = [tokenizer(prompt)["input_ids"][:length] for prompt in request.prompts]
         return [prompt for prompt in found if prompt]
     make = torch.Generator().manual_seed(0)
-    lengths = [max(2, min(len(prompt), _LENGTH)) for prompt in request.prompts]
-    return [torch.randint(words, (length,), generator=make).tolist() for length in lengths]
+    lengths = [max(2, min(len(prompt), length)) for prompt in request.prompts]
+    return [torch.randint(words, (each,), generator=make).tolist() for each in lengths]
 
 
 def _answers(outputs: Any) -> list[tuple[list[int], torch.Tensor]]:

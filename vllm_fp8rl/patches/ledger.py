@@ -25,6 +25,7 @@ from vllm_fp8rl.patches.plain_loads import check_plain_loads
 from vllm_fp8rl.patches.reload import begin_layerwise, finish_layerwise, reload_in_place
 
 _MARK = "fp8rl_patch"
+_ROWS = "docs/upgrading.md, rows 1 to 4"
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Patch:
         abstract = getattr(function, "__isabstractmethod__", False)  # a base class has it
         if function is None or abstract:
             raise UnsupportedError(
-                f"vllm_fp8rl patches '{self.module}.{self.target}', which this vLLM does not have; "
-                f"{remedy()}."
+                f"vllm_fp8rl patches '{self.module}.{self.target}', which this vLLM does not have "
+                f"({_ROWS}); {remedy()}."
             )
         known = inspect.signature(function).parameters
         passes_all_on = any(each.kind is each.VAR_KEYWORD for each in known.values())
@@ -66,7 +67,7 @@ class Patch:
         if missing and not passes_all_on:
             raise UnsupportedError(
                 f"vllm_fp8rl patches '{self.module}.{self.target}', whose parameter "
-                f"'{missing[0]}' this vLLM does not have; {remedy()}."
+                f"'{missing[0]}' this vLLM does not have ({_ROWS}); {remedy()}."
             )
         return owner, name, function
 

@@ -159,8 +159,8 @@ def folder_config(folder: Path) -> dict[str, Any]:
 
 def _unreadable(folder: Path, error: OSError) -> ModelError:
     return ModelError(
-        f"'{error.filename or folder}' cannot be read ({error.strerror or error}); give the "
-        "folder of a Hugging Face model (doctor: --model)."
+        f"'{error.filename or folder}' cannot be read ({error.strerror or error}); give "
+        "the folder of a Hugging Face model on this machine."
     )
 
 

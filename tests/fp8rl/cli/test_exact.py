@@ -27,7 +27,8 @@ def model(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text("{}")
     names = ["model.embed_tokens.weight", *(f"model.layers.{i}.x.weight" for i in range(3))]
-    files = ["a.safetensors", "b.safetensors", "a.safetensors", "b.safetensors"]
+    names += [f"model.layers.0.self_attn.{x}_scale" for x in ("attn.q", "k")]  # as the demo leaves
+    files = ["a.safetensors", "b.safetensors"] * 3
     for file in set(files):
         held = [name for name, place in zip(names, files, strict=True) if place == file]
         save_file({name: torch.ones(2) for name in held}, tmp_path / file)

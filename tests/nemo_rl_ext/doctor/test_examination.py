@@ -409,7 +409,7 @@ def test_exit_codes(
         (nemo("good.yaml", *here, "--recipe", "{}"), "so --recipe would not be read; leave it"),
         (
             nemo("good.yaml", "--source", str(source), "--model", str(tmp_path / "none")),
-            "give the folder of a Hugging Face model (doctor: --model)",
+            "give the folder of a Hugging Face model on this machine.",
         ),
         (doctor("nemo-rl", "--source", str(source)), "need a config; give its YAML as CONFIG"),
     ):
