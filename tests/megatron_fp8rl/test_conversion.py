@@ -566,8 +566,7 @@ def test_recompute_gives_the_same_losses_and_gradients(recompute):
     assert torch.equal(regrads, grads)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize(("overlap", "flag"), [(False, False), (True, True)])
 def test_gradients_are_added_to_the_buffers_of_ddp(overlap, flag):
     batches = [tokens(seed, batch=4) for seed in range(3)]
     trainer = Trainer(_gpt(), fp8={}, overlap_grad_reduce=overlap, grad_reduce_in_fp32=True)
