@@ -140,6 +140,3 @@ def test_what_is_refused(mcore, paths):
         convert(model, RECIPE)
     convert_alone(model, PUBLISHED).close()  # whose pins have the kind
     down.output_size //= 2
-    model.config.cache_mla_latents = True
-    with pytest.raises(UnsupportedError, match=r"cache_mla_latents=True: absorption"):
-        convert(model, RECIPE)
