@@ -225,24 +225,6 @@ def test_the_table_is_logged_once_with_a_warning_about_ragged_widths(caplog):
     )
 
 
-# ---- errors, each before anything has changed
-
-
-def _te_like(gpt: Any) -> None:
-    class TELinear(ColumnParallelLinear):
-        pass
-
-    gpt.decoder.layers[1].mlp.linear_fc1.__class__ = TELinear
-
-
-def test_a_pinned_module_may_be_of_any_class():
-    gpt = _gpt()
-    _te_like(gpt)
-    assert (
-        len(convert_alone(gpt, pinned(names=("*.1.mlp.gate_proj", "*.1.mlp.up_proj"))).modules) == 7
-    )
-
-
 # ---- several handles of one model
 
 
