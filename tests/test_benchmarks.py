@@ -12,7 +12,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -37,27 +36,6 @@ with socket.create_server(("127.0.0.1", {port})) as server:
     server.accept()[0].close()
 """
 NEEDS_TRITON = ("quantize",)
-SMALL = {
-    "vocab_size": 1024,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "bos_token_id": 1000,
-    "eos_token_id": 1001,
-}
-WARM_START = {
-    "size": "tiny",
-    "longest": 2,
-    "slips": 0.02,
-    "limit": 1e9,
-    "steps": 12,
-    "stop_at": 1.0,
-    "tokens": 512,
-    "learning_rate": 3e-2,
-    "seed": 0,
-}
 
 
 @pytest.fixture
@@ -88,44 +66,6 @@ def test_a_program_imports_without_a_gpu(name: str, load: Any) -> None:
 
 
 # --- models and data ---
-
-
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
-def test_a_real_model_in_miniature_loads(experts: bool, tmp_path: Path, load: Any) -> None:
-    """Experts are written one by one, as a checkpoint has them."""
-    from transformers import AutoModelForCausalLM
-
-    real = load("real_model")
-    shape = real.shape_of("30b-a3b-12l" if experts else "8b") | SMALL
-    if experts:
-        shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    folder = real.make_model(tmp_path / "model", shape)
-    real.make_weights(folder)
-    loaded, report = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, output_loading_info=True
-    )
-    assert not any(report.values()), report
-    for name, weight in loaded.named_parameters():
-        if weight.ndim == 1:
-            assert (weight == 1).all(), name
-        elif not experts:
-            assert weight.detach().float().std().item() == pytest.approx(0.02, rel=0.1), name
-    tokenizer = real.make_tokenizer(real.shape_of("8b"))
-    (line,) = load("nemo_rl").write_words(tmp_path / "words", real.shape_of("8b"), 1).open()
-    ids = tokenizer(json.loads(line)["input"], add_special_tokens=False)["input_ids"]
-    assert len(ids) == 512
-
-
-def test_a_small_model_in_miniature_learns_programs(tmp_path: Path, load: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
-    warm = load("long_model").WarmStart(Namespace(folder=tmp_path, **WARM_START))
-    losses = [warm.step().item() for _ in range(12)]
-    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
-    assert warm.sampled_accuracy(1) == 0
-    warm.save_model()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
-    assert loaded.dtype == torch.bfloat16
 
 
 def test_answers_of_programs_are_judged(load: Any) -> None:
@@ -197,22 +137,6 @@ def test_the_exact_variant_is_served(
         section["fp8rl"] = block
     keys = read(value, DRIVERS["grpo"])
     assert keys is not None and keys.recipe.exact and keys.recipe.kv_cache.dtype == "fp8_e4m3"
-
-
-def test_a_driver_runs_beside_its_log_and_ends_at_its_limit(
-    tmp_path: Path, load: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In benchmarks/ its Ray workers would take the program for NeMo RL's package of that name."""
-    monkeypatch.chdir(BENCHMARKS)
-    run = load("nemo_rl").run
-    file = tmp_path / "driver.log"
-    with file.open("w", encoding="utf-8") as log:
-        command = [sys.executable, "-c", "import os; print(os.getcwd())"]
-        assert run(command, tmp_path, log, None) == 0
-        assert (
-            run([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, log, 0.5) is None
-        )
-    assert file.read_text(encoding="utf-8").strip() == str(tmp_path)
 
 
 def test_a_resumed_run_is_put_together(
@@ -291,28 +215,6 @@ def test_mismatch_by_position_is_that_of_single_tokens(tmp_path: Path, load: Any
         ratio = both[0] - both[1]
         assert told["kl"] == pytest.approx((ratio.exp() - 1 - ratio).mean().item(), rel=1e-12)
         assert told["error"] == pytest.approx(ratio.abs().exp().mean().item(), rel=1e-12)
-
-
-def test_the_table_has_seconds_by_phase(load: Any) -> None:
-    def result(factor: float) -> dict[str, Any]:
-        seconds = {"generation": 10.0, "policy_training": 12.0, "total_step_time": 31.0}
-        medians = {name: {"first": 99.0, "median": each * factor} for name, each in seconds.items()}
-        return {"steps": 5, "seconds": medians, "upper_bounds": False}
-
-    table = load("nemo_rl_results").table([result(1.0), result(0.5)], ["bf16", "fp8rl"])
-    assert "| rollout | 10.00 | 32% | 5.00 (2.00x) |" in table.splitlines()
-    assert "| whole step | 31.00 | 100% | 15.50 (2.00x) |" in table.splitlines()
-
-
-def test_the_result_of_a_variant_that_failed_is_kept(
-    tmp_path: Path, load: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "child.py"
-    text = "import sys; open(sys.argv[-1], 'w').write('{\"speed\": 2}'); sys.exit(3)"
-    script.write_text(text, encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", [str(script)])
-    found = load("processes").in_process("v")
-    assert found == {"variant": "v", "speed": 2, "failed": 3}
 
 
 def test_runs_side_by_side_have_tmp_shared_memory_and_ports_of_their_own(

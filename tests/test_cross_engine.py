@@ -162,38 +162,17 @@ def test_the_resolved_tables_are_equal(ranks: list[dict], name: str):
         assert ["model.layers.1.mlp.up_proj", "fp8", ""] in trainer
 
 
-@pytest.mark.parametrize("sparse_step", [1, 2])
-def test_a_mixture_has_one_table_in_both_engines(sparse_step):
-    """Both read the model's own config; only megatron's is made of the other."""
-    hf_config = Qwen3MoeConfig(
-        num_hidden_layers=4,
-        num_experts=6,
-        mlp_only_layers=[1],
-        decoder_sparse_step=sparse_step,
-        norm_topk_prob=True,
-    )
-    with one_process() as shim, shim.active():
-        config = transformer_config(hf_config)
-    pins = Pins(layers=(-1,), first=1, names=("*.mlp.experts.*.down_proj",), kinds=("o_proj",))
-    trainer, rollout = (
-        PinPolicy(pins, names).report()
-        for names in (trainer_names(config), ModelSpec.of(hf_config).names)
-    )
-    assert trainer == rollout
-    reasons = {row.reason for row in trainer if row.kind == "experts"}
-    others = {"", "first: 1", "names: *.mlp.experts.*.down_proj"} if sparse_step == 1 else set()
-    assert reasons == {"layers: -1"} | others
-
-
 def test_ignore_rules_of_a_router_do_not_catch_gate_proj():
     """One list of names, matched in one way, over one vocabulary on both sides. The naive way, a
     regular expression in which ``mlp.gate.`` has three wild dots, matches ``mlp.gate_proj`` too: on
     the side that uses it the dense MLP of layer 1 is left in BF16, on the other it is not."""
-    hf_config = Qwen3MoeConfig(
-        num_hidden_layers=3, num_experts=2, mlp_only_layers=[1], norm_topk_prob=True
-    )
+    config = {"num_experts": 2, "mlp_only_layers": [1], "norm_topk_prob": True}
+    hf_config = Qwen3MoeConfig(num_hidden_layers=3, **config)
+    every_second = Qwen3MoeConfig(num_hidden_layers=4, decoder_sparse_step=2, **config)
     with one_process() as shim, shim.active():
         vocabularies = (trainer_names(transformer_config(hf_config)), ModelSpec.of(hf_config).names)
+        names = trainer_names(transformer_config(every_second))
+    assert names == ModelSpec.of(every_second).names and "model.layers.3.mlp.gate" in names
     naive = re.compile("mlp.gate.")
     gate_proj = "model.layers.1.mlp.gate_proj"
     for names in vocabularies:

@@ -165,21 +165,6 @@ def by_name(text: str) -> list[str]:
     return [found[0] for found in BY_NAME.finditer(joined)]
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("pip install --target D --no-deps fp8rl wrapt", True),
-        ('"run pip install "\n    "fp8rl."', True),
-        ("| driver | `fp8rl[nemo-rl]` |", True),
-        ("pip install --target D --no-deps ./fp8rl wrapt", False),
-        ("pip install 'fp8rl[nemo-rl] @ git+https://HOST/YOU/fp8rl'", False),
-        ("pip install vllm==0.33.0, then `pip install .`; fp8rl warns", False),
-    ],
-)
-def test_what_counts_as_an_install_by_name(text: str, found: bool) -> None:
-    assert bool(by_name(text)) is found
-
-
 def test_nothing_tells_to_install_fp8rl_by_its_name() -> None:
     """The name is on no index: pip finds nothing there, or the package of whoever takes it."""
     found = {str(file.relative_to(ROOT)): by_name(file.read_text("utf-8")) for file in PAPERS}

@@ -185,6 +185,24 @@ def guide(llm, tensors, report):
 """
 
 
+def run_megatron_snippets(folder: Path) -> None:
+    """Run the trainer's blocks, which leave a model and the guide's recipe in the folder."""
+    write_recipe(folder)
+    blocks = (block("megatron"), MEGATRON_BETWEEN, block("megatron-guide"), MEGATRON_AFTER)
+    inside = indent(MEGATRON_BEFORE + "".join(blocks), "    ")
+    parts = (f"import os\nos.chdir({str(folder)!r})", BEFORE, f"with shim.active():\n{inside}")
+    (folder / "megatron.py").write_text("\n".join(parts), encoding="utf-8")
+    done = run_forked(folder / "megatron.py", timeout=200, **MEGATRON_ENV)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_megatron_snippets(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    run_megatron_snippets(tmp_path)
+    assert (tmp_path / "my-model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # 60 s on an idle core, most of it vLLM's compiler; it may be shared
 def test_engine_snippets(tmp_path: Path) -> None:
     """Megatron's tensors, then the README's lines on vLLM, started by the guide's command in bash.
@@ -194,14 +212,7 @@ def test_engine_snippets(tmp_path: Path) -> None:
     """
     pytest.importorskip("megatron.core")
     pytest.importorskip("vllm")
-    write_recipe(tmp_path)
-    blocks = (block("megatron"), MEGATRON_BETWEEN, block("megatron-guide"), MEGATRON_AFTER)
-    inside = indent(MEGATRON_BEFORE + "".join(blocks), "    ")
-    parts = (f"import os\nos.chdir({str(tmp_path)!r})", BEFORE, f"with shim.active():\n{inside}")
-    (tmp_path / "megatron.py").write_text("\n".join(parts), encoding="utf-8")
-    done = run_forked(tmp_path / "megatron.py", timeout=200, **MEGATRON_ENV)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-
+    run_megatron_snippets(tmp_path)
     guard = block("vllm-start").split("\n\n\nif __name__")[1]
     script = f"{SCRIPT}\n\nif __name__{guard}"
     (tmp_path / "my_rollout.py").write_text(script, encoding="utf-8")

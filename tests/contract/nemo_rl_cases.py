@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
 import pickle
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -19,17 +17,10 @@ import torch
 pytest.importorskip("nemo_rl.algorithms.grpo", exc_type=ImportError)
 
 from nemo_rl.algorithms import grpo, loss
-from nemo_rl.algorithms import utils as nemo_utils
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
-from nemo_rl.algorithms.single_controller_utils import config as single_controller_config
 from nemo_rl.algorithms.single_controller_utils.utils import aggregate_step_metrics
-from nemo_rl.data.datasets import load_response_dataset
-from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.processors import math_hf_data_processor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
-from nemo_rl.environments import math_environment
-from nemo_rl.models.generation import configure_generation_config
 from nemo_rl.models.generation.vllm.quantization.fp8_train_utils import get_vllm_qkv_scale_names
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils import config as nemo_config
@@ -531,15 +522,12 @@ def test_asynchronous_engines_get_scales_and_upstream_shards_the_first_batch(
     assert [shard.size for shard in policy.worker_group.shards] == [4, 4]
 
 
-def written_configs(
-    folder: Path, *options: object, kind: Any = grpo.MasterConfig
-) -> dict[str, Any]:
+def written_configs(folder: Path, *options: object) -> dict[str, Any]:
     """Let ``benchmarks/nemo_rl.py`` write its YAMLs, and read each by NeMo RL's own functions.
 
     Args:
         folder: for the YAMLs.
         options: of its command line.
-        kind: NeMo RL's class of configs.
 
     Returns:
         Configs by the names of their files.
@@ -550,14 +538,9 @@ def written_configs(
     nemo_config.register_omegaconf_resolvers()
     read = {f.stem: nemo_config.load_config(str(f)) for f in sorted(folder.glob("*.yaml"))}
     return {
-        name: kind(**OmegaConf.to_container(loaded, resolve=True)) for name, loaded in read.items()
+        name: grpo.MasterConfig(**OmegaConf.to_container(loaded, resolve=True))
+        for name, loaded in read.items()
     }
-
-
-def in_process_of_its_own(code: str, *arguments: object) -> None:
-    """Run in ``benchmarks/``, where a module has NeMo RL's name."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    subprocess.run(command, cwd=ROOT / "benchmarks", check=True)
 
 
 @pytest.fixture
@@ -567,24 +550,6 @@ def two_layers(tmp_path: Path) -> Path:
 
     Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
-
-
-@pytest.mark.parametrize("loop", ["--in-flight", "--single-controller"])
-def test_the_benchmarks_asynchronous_configs_are_accepted(
-    loop: str, tmp_path: Path, two_layers: Path
-) -> None:
-    made = {"--in-flight": grpo.MasterConfig}.get(loop, single_controller_config.MasterConfig)
-    configs = written_configs(
-        tmp_path,
-        *(loop, "--model", two_layers, "--variants", "bf16,fp8rl,fp8rl-bf16kv"),
-        *("--trainer", "megatron", "--gpus", 2),
-        kind=made,
-    )
-    for variant, dtype in (("bf16", "auto"), ("fp8rl", "fp8"), ("fp8rl-bf16kv", "auto")):
-        config = configs[f"megatron-{variant}-2-{loop[2:]}"]
-        announce_kv_scales(config.policy)
-        assert config.policy["generation"]["vllm_cfg"]["kv_cache_dtype"] == dtype
-        assert config.policy["generation"]["colocated"]["enabled"] is False
 
 
 # --- recipes ---
@@ -645,150 +610,6 @@ def test_the_benchmarks_configs_are_accepted(
         "fp8rl-bf16kv": "auto",
         "fp8rl-int8kv": "int8_per_token_head",
     }
-
-
-def recipe_of(config: Any) -> tuple[bool, str, tuple[int, ...]] | None:
-    """What a run's block asks for: training, cache, pins; None without a block."""
-    block = config.policy["generation"]["vllm_cfg"].get("fp8rl")
-    recipe = Recipe.from_dict(block) if block else None
-    return recipe and (recipe.training, recipe.kv_cache.dtype, recipe.pins.layers)
-
-
-def test_the_benchmarks_configs_of_long_answers_are_accepted(
-    tmp_path: Path, two_layers: Path
-) -> None:
-    """In five variants, with room for the longest answer and checkpoints to go on from."""
-    found = {}
-    configs = written_configs(
-        tmp_path,
-        *("--task", "long", "--model", two_layers, "--trainer", "megatron"),
-        *("--programs", "24,40", "--seed", 2),
-    )
-    for name, config in configs.items():
-        policy, vllm = config.policy, config.policy["generation"]["vllm_cfg"]
-        found[name.removeprefix("megatron-").removesuffix("-long-2")] = recipe_of(config)
-        assert vllm["max_model_len"] == policy["max_total_sequence_length"] == 1088
-        assert policy["dynamic_batching"]["train_mb_tokens"] >= policy["max_total_sequence_length"]
-        assert config.grpo.seed == 2 and config.checkpointing["save_optimizer"]
-        assert name in config.checkpointing["checkpoint_dir"]
-    for split, count in (("train", 16_384), ("validation", 128)):
-        asked = load_response_dataset(dict(config.data[split]) | {"env_name": "math"})
-        assert len(asked.dataset) == count
-        prompt, answer = asked.dataset[0]["messages"]
-        assert prompt["content"].count("#") >= 24 and answer["content"].isdigit()
-    assert found == {
-        "bf16": None,
-        "upstream": None,
-        "fp8rl-rollout": (False, "auto", ()),
-        "fp8rl-bf16kv": (True, "auto", ()),
-        "fp8rl": (True, "fp8_e4m3", ()),
-    }
-
-
-def test_upstreams_verifier_judges_long_answers_as_their_checker_does() -> None:
-    """For the shortest and the longest, right ones and ones with slips."""
-    file = ROOT / "benchmarks" / "long_tasks.py"
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
-    tasks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tasks)
-    verifier: Any = math_environment.HFVerifyWorker
-    choose = random.Random(0)
-    asked = [tasks.problem(steps, choose) for steps in (24, 94) for _ in range(8)]
-    told = [tasks.demonstration(p.prompt, choose, slips=0.02) for p in asked]
-    found = verifier.__ray_actor_class__().verify(
-        told, [p.answer for p in asked], math_verify_impl="hf_math_verify"
-    )
-    ours = [tasks.is_right(p.answer, text) for p, text in zip(asked, told, strict=True)]
-    assert found == ours
-    assert 0 < sum(ours) < len(ours)
-
-
-@pytest.mark.parametrize("size", ["4b", "30b-a3b-12l"])
-def test_the_benchmarks_configs_of_real_sizes_are_accepted(size: str, tmp_path: Path) -> None:
-    """Prompts of exactly 512 tokens, answers of exactly 1,024, and a cache for all of them."""
-    found = {}
-    for name, config in written_configs(tmp_path, "--task", "real", "--size", size).items():
-        announce_kv_scales(config.policy)
-        policy, generation = config.policy, config.policy["generation"]
-        vllm, megatron = generation["vllm_cfg"], policy["megatron_cfg"]
-        theirs = (vllm["precision"], vllm["kv_cache_dtype"], megatron["fp8_cfg"]["enabled"])
-        found[name] = (*theirs, recipe_of(config))
-        assert vllm["max_model_len"] == policy["max_total_sequence_length"] == 512 + 1024
-        assert generation["max_new_tokens"] == 1024 and generation["ignore_eos"]
-        tokenizer = nemo_utils.get_tokenizer(policy["tokenizer"])
-        assert configure_generation_config(generation, tokenizer)["stop_token_ids"] == []
-        rows = load_response_dataset(dict(config.data["train"]) | {"env_name": "math"})
-        limit = config.data["max_input_seq_length"]
-        task = TaskDataSpec("math")
-        made = math_hf_data_processor(rows.dataset[0], task, tokenizer, limit, 0)
-        assert made["length"] == 512 and made["loss_multiplier"] == 1
-        assert len(rows.dataset) >= config.grpo.max_num_steps * config.grpo.num_prompts_per_step
-        environments: Any = math_environment.MathEnvironment
-        kinds = environments.__ray_actor_class__.WORKER_CLASS_DICT
-        verifier = kinds[config.env["math"]["verifier_type"]]
-        answers = tokenizer.batch_decode(
-            torch.randint(len(tokenizer), (16, 1024)), skip_special_tokens=True
-        )
-        rewards = verifier.__ray_actor_class__().verify(answers, ["A"] * 8 + ["B"] * 8)
-        assert 0 < sum(rewards) < 16, "equal rewards would leave nothing to learn"
-    assert found == {
-        f"megatron-bf16-{size}": ("bfloat16", "auto", False, None),
-        f"megatron-upstream-{size}": ("fp8", "fp8", True, None),
-        f"megatron-fp8rl-{size}": ("bfloat16", "fp8", False, (True, "fp8_e4m3", ())),
-    }
-
-
-@pytest.mark.parametrize("family", ["moonlight", "deepseek_v3", "qwen3_5_moe", "minimax_m2"])
-def test_the_benchmarks_configs_of_a_family_are_accepted(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The recipe, cut down to one GPU, and what upstream's file beneath it is without FP8."""
-    monkeypatch.setenv("NEMO_RL_CONFIGS", str(source("NEMO_RL_SRC") / "examples" / "configs"))
-    model = tmp_path / "model"
-    in_process_of_its_own(
-        "import pathlib, sys, tiny_models; "
-        "tiny_models.make_model(pathlib.Path(sys.argv[1]), sys.argv[2], steps=0)",
-        *(model, family),
-    )
-    configs = written_configs(
-        tmp_path,
-        *("--family", family, "--model", model, "--variants", "bf16,fp8rl"),
-        *("--trainer", "megatron", "--prompts", 16, "--generations", 16),
-    )
-    for variant in ("bf16", "fp8rl"):
-        config = configs[f"megatron-{variant}-{family}"]
-        megatron, vllm = (
-            config.policy["megatron_cfg"],
-            config.policy["generation"]["vllm_cfg"],
-        )
-        assert config.cluster == {**config.cluster, "gpus_per_node": 1, "num_nodes": 1}
-        sizes = {**megatron, **vllm}
-        assert {v for key, v in sizes.items() if key.endswith("parallel_size")} == {1}
-        assert vllm["precision"] == "bfloat16" and not (megatron["fp8_cfg"] or {}).get("enabled")
-        assert ("fp8rl" in vllm) == (variant == "fp8rl")
-        # Upstream's worker cannot build a Moonlight without the norm that its file lacks.
-        ours = variant == "fp8rl" or family == "moonlight"
-        plan = RunPlan.of(config.policy)
-        assert (plan is not None and plan.replaces_trainer) == ours
-        if family == "moonlight" and variant == "bf16":
-            assert not Recipe.from_dict(megatron["fp8rl"]).training
-        # As grpo.setup() asserts.
-        assert config.loss_fn.force_on_policy_ratio == (family == "deepseek_v3")
-        size = 256 if config.loss_fn.force_on_policy_ratio else 128
-        assert config.policy["train_global_batch_size"] == size
-
-
-def test_small_models_with_delta_nets_are_trained_by_plain_torch(tmp_path: Path) -> None:
-    """Also where transformers finds flash-linear-attention, whose place a failure takes here."""
-    in_process_of_its_own(
-        "import pathlib, sys, transformers.models.qwen3_5.modeling_qwen3_5 as modeling\n"
-        "modeling.chunk_gated_delta_rule = lambda *args, **options: 1 / 0\n"
-        "import tiny_models\n"
-        "tiny_models.make_model(pathlib.Path(sys.argv[1]), 'qwen3_5', steps=1, batch_size=2)\n",
-        tmp_path / "model",
-    )
-    assert list((tmp_path / "model").glob("*.safetensors"))
 
 
 # --- worker classes ---

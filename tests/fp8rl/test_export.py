@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,11 +40,17 @@ SCALES = {
     for role in ("attn.q", "k", "v")
 }
 MOE = {"model_type": "qwen3_moe", "num_experts": 3, "num_hidden_layers": 2}
+DENSE, K0 = ModelSpec.dense(2).names, "model.layers.0.self_attn.k_scale"
+TENSORS, OF_MOE = weights(DENSE), weights(ModelSpec.of(MOE).names)
+
+
+def pinned(**pins) -> Recipe:
+    return NO_KV.model_copy(update={"pins": Pins(**pins)})
 
 
 @pytest.fixture
 def dense(tmp_path: Path) -> Path:
-    return model(tmp_path / "dense", weights(ModelSpec.dense(2).names))
+    return model(tmp_path / "dense", dict(TENSORS))
 
 
 def exported(checkpoint: Path, out: Path, recipe: Recipe = NO_KV, **options) -> dict:
@@ -51,6 +58,14 @@ def exported(checkpoint: Path, out: Path, recipe: Recipe = NO_KV, **options) -> 
     plan = plan_export(checkpoint, recipe, kv_scales=options.pop("kv_scales", None))
     write_export(plan, out, **options)
     return json.loads((out / "config.json").read_text())["quantization_config"]
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Names, dtypes and bytes."""
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
 
 
 # What is written
@@ -86,9 +101,13 @@ def test_weights_are_codes_and_scales_by_the_formula_in_float64(dense, tmp_path,
                 ).all()
 
 
-def test_what_is_not_fp8_keeps_its_bytes(dense, tmp_path):
-    exported(dense, tmp_path / "out", NO_KV.model_copy(update={"pins": Pins(last=1)}))
-    source, found = read(dense), read(tmp_path / "out")
+def test_what_is_not_fp8_keeps_its_bytes(tmp_path):
+    """Tensors of odd names too, which look like a scale or another layer's weight."""
+    odd = ("x", "é.weight", "a.scale", "k_scale.weight", "model.layers.9.mlp.up_proj.weight")
+    source = TENSORS | {name: torch.full((1,), 9.0).bfloat16() for name in odd}
+    exported(model(tmp_path / "in", source), tmp_path / "out", pinned(last=1))
+    found = read(tmp_path / "out")
+    assert found.keys() >= source.keys()
     fp8 = {name for name in found if name.endswith("_scale_inv")}
     assert len(fp8) == 7
     assert all(name.startswith("model.layers.0.") for name in fp8)
@@ -100,8 +119,9 @@ def test_what_is_not_fp8_keeps_its_bytes(dense, tmp_path):
 
 @pytest.mark.parametrize("files", [1, 3])
 def test_files_are_small_and_the_index_is_right(tmp_path, files):
-    """More files than the source has, none above the limit unless one tensor is."""
-    checkpoint = model(tmp_path / "in", weights(ModelSpec.dense(2).names), files=files)
+    """More files than the source has, none above the limit unless one tensor is; the codes are
+    those of a single file."""
+    checkpoint = model(tmp_path / "in", TENSORS, files=files)
     out, limit, seen = tmp_path / "out", 200_000, []
     exported(checkpoint, out, shard_bytes=limit, progress=seen.append)
     assert sorted(seen) == sorted(read(checkpoint))
@@ -120,16 +140,8 @@ def test_files_are_small_and_the_index_is_right(tmp_path, files):
     assert index["weight_map"] == stored
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in read(out).values())
     assert {name: file.name for name, file in folder_tensors(out).items()} == stored
-
-
-def test_codes_do_not_depend_on_the_files(tmp_path):
-    one = model(tmp_path / "one", weights(ModelSpec.dense(2).names))
-    three = model(tmp_path / "three", weights(ModelSpec.dense(2).names), files=3)
-    exported(one, tmp_path / "a")
-    exported(three, tmp_path / "b", shard_bytes=100_000)
-    a, b = read(tmp_path / "a"), read(tmp_path / "b")
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a)
+    exported(model(tmp_path / "one", TENSORS), tmp_path / "a")
+    assert_equal(read(out), read(tmp_path / "a"))
 
 
 def test_tensors_of_all_experts_are_split(tmp_path):
@@ -150,8 +162,7 @@ def test_tensors_of_all_experts_are_split(tmp_path):
     exported(model(tmp_path / "in", single, **MOE), tmp_path / "one")
     exported(model(tmp_path / "fused", fused, **MOE), tmp_path / "all")
     one, together = read(tmp_path / "one"), read(tmp_path / "all")
-    assert one.keys() == together.keys()
-    assert all(torch.equal(one[n].view(torch.uint8), together[n].view(torch.uint8)) for n in one)
+    assert_equal(one, together)
     wrong = model(tmp_path / "wrong", fused, **MOE | {"num_experts": 4})
     refused(wrong, UnsupportedError, "experts.* has shape .*, which does not hold")
 
@@ -159,10 +170,8 @@ def test_tensors_of_all_experts_are_split(tmp_path):
 def test_layers_beside_the_model_stay_in_bf16(tmp_path):
     """Draft layers of multi-token prediction: no rollout of fp8rl runs them."""
     draft = "model.layers.2.mlp.down_proj"
-    tensors = weights(ModelSpec.dense(2).names) | {
-        f"{draft}.weight": torch.ones(256, 384).bfloat16()
-    }
-    last = NO_KV.model_copy(update={"pins": Pins(last=1)})
+    tensors = TENSORS | {f"{draft}.weight": torch.ones(256, 384).bfloat16()}
+    last = pinned(last=1)
     found = exported(model(tmp_path / "in", tensors), tmp_path / "out", last)
     assert {draft, "model.layers.1.mlp.down_proj"} < set(found["ignored_layers"])
     assert read(tmp_path / "out")[f"{draft}.weight"].dtype == torch.bfloat16
@@ -213,7 +222,7 @@ def scale_file(folder: Path, scales: dict | str, suffix: str = ".json") -> Path:
 def test_kv_scales_have_the_names_that_stock_engines_map(tmp_path, where):
     """``.self_attn.k_scale`` becomes ``.self_attn.attn.k_scale`` in vLLM and in SGLang; queries too
     have to come without ``.attn``, because older ones would add a second."""
-    tensors = weights(ModelSpec.dense(2).names)
+    tensors = dict(TENSORS)
     if where == "checkpoint":
         tensors |= {name: torch.tensor([value]) for name, value in SCALES.items()}
     checkpoint = model(tmp_path / "in", tensors)
@@ -275,14 +284,14 @@ def test_bad_kv_scales(dense, tmp_path, scales, match):
 )
 def test_stored_kv_scales_of_similar_names(tmp_path, name, value, message):
     """Each of them replaced the scale of layer 0, or would do so in vLLM, which maps such names."""
-    tensors = weights(ModelSpec.dense(2).names)
+    tensors = dict(TENSORS)
     tensors |= {name: torch.tensor([value]) for name, value in SCALES.items()}
     checkpoint = model(tmp_path / "in", tensors | {name: torch.tensor([value])})
     refused(checkpoint, Fp8RLError, message, Recipe())
 
 
 def test_a_kv_scale_of_any_size_is_not_read(tmp_path, monkeypatch):
-    tensors = weights(ModelSpec.dense(2).names) | {name: torch.ones(8) for name in SCALES}
+    tensors = TENSORS | {name: torch.ones(8) for name in SCALES}
     monkeypatch.setattr(WeightFile, "read", lambda *_: pytest.fail("a tensor was read"))
     refused(model(tmp_path / "in", tensors), ScaleError, r"_scale' has shape \(8,\)", Recipe())
     file = tmp_path / "scales.safetensors"
@@ -417,7 +426,7 @@ def test_every_engine_finds_the_same_modules_in_bf16(tmp_path, pins, matches):
 
 
 def test_both_spellings_and_the_recipe(dense, tmp_path):
-    recipe = NO_KV.model_copy(update={"pins": Pins(names=("*.1.mlp.down_proj",))})
+    recipe = pinned(names=("*.1.mlp.down_proj",))
     found = exported(dense, tmp_path / "out", recipe)
     assert found["ignored_layers"] == found["modules_to_not_convert"]
     assert set(found["ignored_layers"]) == {"lm_head", "model.layers.1.mlp.down_proj"}
@@ -448,206 +457,194 @@ def refused(folder: Path, error: type[Fp8RLError], match: str, recipe: Recipe = 
         plan_export(folder, recipe)
 
 
-def test_a_type_that_the_table_lacks_is_refused_by_name(tmp_path):
-    """It counted as Llama, whose gate it lacks: "download the model again"."""
-    names = [
-        n for n in ModelSpec.of(CONFIG | {"model_type": "arcee"}).names if "gate_proj" not in n
-    ]
-    unknown = model(tmp_path / "unknown", weights(names), model_type="apertus")
-    refused(unknown, UnsupportedError, "a dense model .'apertus'. of an unknown family; give a mod")
-    known = model(tmp_path / "known", weights(names), model_type="arcee")
-    written = exported(known, tmp_path / "out")
+def without(name: str) -> dict[str, torch.Tensor]:
+    return {n: tensor for n, tensor in TENSORS.items() if n != name}
+
+
+DOWN, O_PROJ = "model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.o_proj.weight"
+OF_EXPERTS = {"model.layers.0.mlp.experts.down_proj": torch.zeros(3, 256, 384).bfloat16()}
+NOTHING_FITS = {
+    n: t[:, :500].contiguous() if "o_proj" in n else t
+    for n, t in weights(DENSE, 320, q_proj=100, gate_proj=100, up_proj=100).items()
+}
+STORED = (  # the first stood in the place of the computed ones
+    f"{DOWN}_scale_inv",
+    DOWN.replace(".weight", ".weight_scale"),
+    DOWN.replace(".weight", ".input_scale"),
+    "model.layers.1.mlp.experts.down_proj_scale_inv",
+    "model.layers.0.self_attn.k_proj.output_scale",
+)
+BAD_MODELS: list[tuple[dict[str, torch.Tensor], dict, type[Fp8RLError], str]] = [
+    *(
+        (TENSORS, config, UnsupportedError, match)
+        for config, match in (
+            ({"quantization_config": {"quant_method": "fp8"}}, "is quantized already"),
+            ({"kv_lora_rank": 512}, "multi-latent attention.*give a model that FP8 rollouts serve"),
+            ({"vision_config": {}}, "a multimodal model"),
+            ({"model_type": "x", "num_local_experts": 8}, "an MoE model"),
+            ({"model_type": "apertus"}, "a dense model .'apertus'. of an unknown family; give a m"),
+        )
+    ),
+    *(
+        (tensors, {}, UnsupportedError, match)
+        for tensors, match in (
+            (
+                weights(DENSE, k_proj=192),
+                r"k_proj.weight' have 192 rows, .*'qkv_proj'; .*{kinds: .qkv_proj.}",
+            ),
+            (weights(DENSE, gate_proj=320, up_proj=320), "320 columns, no multiple of 128"),
+            (weights(DENSE, 320), "_proj.weight' and 7 more have 320 columns, no multiple of 128"),
+            (NOTHING_FITS, "which leaves no weight for FP8: serve this model in BF16"),
+            (
+                TENSORS | {DOWN: TENSORS[DOWN].to(torch.float8_e4m3fn)},
+                f"'{DOWN}' has dtype F8_E4M3; FP8 is made of BF16",
+            ),
+            (
+                TENSORS | {DOWN: TENSORS[DOWN][None]},
+                f"'{DOWN}' has shape .1, 256, 384., no matrix",
+            ),
+        )
+    ),
+    *(
+        (TENSORS | {name: torch.full((1,), 7.0)}, {}, UnsupportedError,
+         f"'{re.escape(name)}' is stored beside the weights, as in a quantized model; give the")
+        for name in STORED
+    ),
+    (without(O_PROJ), {}, ModelError, f"has no tensor '{O_PROJ}', which its config.json says"),
+    (TENSORS, {"num_hidden_layers": None}, ModelError, "num_hidden_layers is None"),
+    (OF_MOE | OF_EXPERTS, MOE, UnsupportedError, "hold one weight; store it once"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tensors", "config", "error", "match"), BAD_MODELS)
+def test_a_model_that_is_not_served(tmp_path, tensors, config, error, match):
+    refused(model(tmp_path / "in", tensors, **config), error, match)
+
+
+def test_a_family_without_a_gate_is_served(tmp_path):
+    """Where the table lacks a type it counted as Llama: "download the model again"."""
+    config = {"model_type": "arcee"}
+    tensors = weights([n for n in ModelSpec.of(CONFIG | config).names if "gate_proj" not in n])
+    written = exported(model(tmp_path / "in", tensors, **config), tmp_path / "out")
     assert "model.layers.0.mlp.up_proj" not in written["ignored_layers"]
 
 
-def test_folders_that_are_no_model(tmp_path):
-    refused(tmp_path / "none", ModelError, "is no folder")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    refused(folder, ModelError, "has no model.safetensors; give the folder of a Hugging Face")
-    save_file({"a": torch.ones(1)}, folder / "model.safetensors")
-    refused(folder, ModelError, "has no config.json")
-
-
 @pytest.mark.parametrize(
-    ("files", "match"),
+    ("files", "error", "match"),
     [
-        (["policy/weights/iter_0000010/metadata.json"], "convert_megatron_to_hf.py of NeMo RL"),
-        (["iter_0000010/metadata.json"], "a checkpoint of Megatron, which only Megatron reads"),
-        (["latest_checkpointed_iteration.txt"], "a checkpoint of Megatron"),
-        (["policy/weights/model/__0_0.distcp"], "convert_dcp_to_hf.py .*save_consolidated"),
-        (["__0_0.distcp", ".metadata"], "distributed checkpoint of PyTorch"),
-        (["pytorch_model.bin", "config.json"], "torch.save; write them as safetensors"),
-        (["adapter_config.json", "adapter_model.safetensors"], "LoRA adapter without its base"),
+        ([], ModelError, "is no folder"),
+        (["other"], ModelError, "has no model.safetensors; give the folder of a Hugging Face"),
+        *(
+            (files, UnsupportedError, match)
+            for files, match in (
+                (["policy/weights/iter_0000010/metadata.json"], "convert_megatron_to_hf.py of NeM"),
+                (["iter_0000010/metadata.json"], "a checkpoint of Megatron, which only Megatron r"),
+                (["latest_checkpointed_iteration.txt"], "a checkpoint of Megatron"),
+                (["policy/weights/model/__0_0.distcp"], "convert_dcp_to_hf.py .*save_consolidated"),
+                (["__0_0.distcp", ".metadata"], "distributed checkpoint of PyTorch"),
+                (["pytorch_model.bin", "config.json"], "torch.save; write them as safetensors"),
+                (["adapter_config.json", "adapter_model.safetensors"], "LoRA adapter without its"),
+            )
+        ),
     ],
 )
-def test_checkpoints_of_other_kinds_say_how_to_convert(tmp_path, files, match):
+def test_checkpoints_of_other_kinds_say_how_to_convert(tmp_path, files, error, match):
     for name in files:
         file = tmp_path / "in" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{}")
-    refused(tmp_path / "in", UnsupportedError, match)
+    refused(tmp_path / "in", error, match)
 
 
 def test_the_folder_of_a_run_names_its_newest_checkpoint(tmp_path):
     for step in ("step-000002", "step-000010"):
-        model(tmp_path / "run" / step, weights(ModelSpec.dense(2).names))
+        model(tmp_path / "run" / step, TENSORS)
     refused(tmp_path / "run", ModelError, "give one of them, such as '.*step-000010'")
 
 
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
-        ({"quantization_config": {"quant_method": "fp8"}}, "is quantized already"),
-        ({"kv_lora_rank": 512}, "multi-latent attention.*give a model that FP8 rollouts serve"),
-        ({"vision_config": {}}, "a multimodal model"),
-        ({"model_type": "x", "num_local_experts": 8}, "an MoE model"),
-    ],
-)
-def test_models_that_are_not_served(tmp_path, config, match):
-    refused(
-        model(tmp_path / "in", weights(ModelSpec.dense(2).names), **config), UnsupportedError, match
-    )
-
-
-@pytest.mark.parametrize(
-    ("rows", "hidden", "match"),
-    [
-        (
-            {"k_proj": 192},
-            256,
-            r"k_proj.weight' have 192 rows, .*'qkv_proj'; .*{kinds: .qkv_proj.}",
-        ),
-        (
-            {"gate_proj": 320, "up_proj": 320},
-            256,
-            "down_proj.weight' have 320 columns, no multiple of 128",
-        ),
-        ({}, 320, "_proj.weight' and 7 more have 320 columns, no multiple of 128"),
-    ],
-)
-def test_sizes_that_stock_engines_do_not_serve(tmp_path, rows, hidden, match):
-    checkpoint = model(tmp_path / "in", weights(ModelSpec.dense(2).names, hidden, **rows))
-    refused(checkpoint, UnsupportedError, match)
-
-
-def test_a_weight_that_is_missing(tmp_path):
-    tensors = weights(ModelSpec.dense(2).names)
-    del tensors["model.layers.1.self_attn.o_proj.weight"]
-    match = "has no tensor 'model.layers.1.self_attn.o_proj.weight', which its config.json says"
-    refused(model(tmp_path / "in", tensors), ModelError, match)
-    (tmp_path / "in" / "config.json").write_text("{}")
-    refused(tmp_path / "in", ModelError, "config.json' has no key 'num_hidden_layers'")
-
-
-def test_a_pin_mends_a_size(tmp_path):
-    checkpoint = model(tmp_path / "in", weights(ModelSpec.dense(2).names, k_proj=192))
-    pinned = NO_KV.model_copy(update={"pins": Pins(kinds=("qkv_proj",))})
-    found = exported(checkpoint, tmp_path / "out", pinned)
-    assert "model.layers.0.self_attn.qkv_proj" in found["ignored_layers"]
-
-
 def test_rows_of_a_matrix_of_its_own_may_end_in_a_part_of_a_block(tmp_path):
-    checkpoint = model(tmp_path / "in", weights(ModelSpec.dense(2).names, o_proj=320))
-    exported(checkpoint, tmp_path / "out")
+    exported(model(tmp_path / "in", weights(DENSE, o_proj=320)), tmp_path / "out")
     assert read(tmp_path / "out")["model.layers.0.self_attn.o_proj.weight_scale_inv"].shape[0] == 3
 
 
-def test_other_dtypes_and_shapes(tmp_path):
-    tensors = weights(ModelSpec.dense(2).names)
-    name = "model.layers.1.mlp.down_proj.weight"
-    codes = model(tmp_path / "codes", tensors | {name: tensors[name].to(torch.float8_e4m3fn)})
-    refused(codes, UnsupportedError, f"'{name}' has dtype F8_E4M3; FP8 is made of BF16")
-    cube = model(tmp_path / "cube", tensors | {name: tensors[name][None]})
-    refused(cube, UnsupportedError, f"'{name}' has shape .1, 256, 384., no matrix")
-
-
 def test_pins_of_some_experts_or_of_nothing(tmp_path, dense):
-    moe = model(tmp_path / "in", weights(ModelSpec.of(MOE).names), **MOE)
-    some = NO_KV.model_copy(update={"pins": Pins(names=("*.0.mlp.experts.1.*",))})
-    refused(moe, UnsupportedError, "part of 'model.layers.0.mlp.experts' in BF16", some)
-    refused(dense, PinError, "layers: 7", NO_KV.model_copy(update={"pins": Pins(layers=(7,))}))
+    some = pinned(names=("*.0.mlp.experts.1.*",))
+    match = "part of 'model.layers.0.mlp.experts' in BF16"
+    refused(model(tmp_path / "in", OF_MOE, **MOE), UnsupportedError, match, some)
+    refused(dense, PinError, "layers: 7", pinned(layers=(7,)))
     refused(dense, OptionError, "rollout: false", NO_KV.model_copy(update={"rollout": False}))
 
 
-NAME = "model.layers.1.mlp.down_proj.weight"
+Change = Callable[[Path], object]
+INDEX = "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        (f"{NAME}_scale_inv", (2, 3)),
-        (NAME.replace(".weight", ".weight_scale"), (1,)),
-        (NAME.replace(".weight", ".input_scale"), (1,)),
-        ("model.layers.1.mlp.experts.down_proj_scale_inv", (2, 3)),
-        ("model.layers.0.self_attn.k_proj.output_scale", (1,)),
-    ],
-)
-def test_stored_scales_beside_bf16_weights(tmp_path, name, shape):
-    """The first stood in the place of the computed ones."""
-    tensors = weights(ModelSpec.dense(2).names) | {name: torch.full(shape, 7.0)}
-    match = f"'{re.escape(name)}' is stored beside the weights, as in a quantized model; give the"
-    refused(model(tmp_path / "in", tensors), UnsupportedError, match)
+def indexed(name: str, file: str | None) -> Change:
+    """Name another file for a tensor; ``{}`` is the folder."""
+
+    def change(folder: Path) -> None:
+        table = json.loads((folder / INDEX).read_text())["weight_map"]
+        table[name] = file and file.format(folder)
+        kept = {name: file for name, file in table.items() if file}
+        (folder / INDEX).write_text(json.dumps({"weight_map": kept}))
+
+    return change
 
 
-def test_a_weight_that_two_tensors_hold(tmp_path):
-    tensors = weights(ModelSpec.of(MOE).names)
-    fused = "model.layers.0.mlp.experts.down_proj"
-    tensors[fused] = torch.zeros(3, 256, 384).bfloat16()
-    match = r"experts.0.down_proj.weight' and|'model.* hold one weight; store it once"
-    refused(model(tmp_path / "in", tensors, **MOE), UnsupportedError, match)
+def linked(name: str, target: str = "../secret") -> Change:
+    """Put a link in the place of a file, whose content the secret beside the folder has then."""
+
+    def change(folder: Path) -> None:
+        file = folder / name
+        (folder.parent / "secret").write_bytes(file.read_bytes() if file.exists() else b"secret")
+        file.unlink(missing_ok=True)
+        file.symlink_to(target)
+
+    return change
 
 
-def test_an_index_that_names_other_tensors_than_its_files(tmp_path):
-    checkpoint = model(tmp_path / "in", weights(ModelSpec.dense(2).names), files=2)
-    index = checkpoint / "model.safetensors.index.json"
-    table = json.loads(index.read_text())["weight_map"]
-    for change, match in (
-        # Without an index such files are no model, so it is no remedy to remove it.
-        ({NAME: None}, f"holds '{NAME}', against what .*; download the model again, or write"),
-        ({"x.k_scale": "part-1.safetensors"}, r"part-1.safetensors' lacks 'x.k_scale'"),
-        (
-            {"model.layers.0.self_attn.k_scale": "part-1.safetensors"},
-            r"lacks 'model.layers.0.self_attn.k_scale', against what",
-        ),
-    ):
-        changed = {name: file for name, file in (table | change).items() if file}
-        index.write_text(json.dumps({"weight_map": changed}))
-        refused(checkpoint, ModelError, match)
+def piped(name: str) -> Change:
+    return lambda folder: ((folder / name).unlink(missing_ok=True), os.mkfifo(folder / name))
 
 
-@pytest.mark.parametrize(
-    "where", ["../in/part-1.safetensors", "{}/part-1.safetensors", "a/b", ".."]
-)
-def test_an_index_that_names_files_elsewhere(tmp_path, where):
-    model(tmp_path / "other", weights(ModelSpec.dense(2).names), files=2)
-    checkpoint = model(tmp_path / "in", weights(ModelSpec.dense(2).names), files=2)
-    index = checkpoint / "model.safetensors.index.json"
-    named = where.format(tmp_path / "other")
-    index.write_text(index.read_text().replace("part-1.safetensors", named))
-    refused(checkpoint, ModelError, f"names '{named}', which is no name of a file in its folder")
+PARTS = ("part-0.safetensors", "part-1.safetensors")
+BAD_FOLDERS: list[tuple[Change, str]] = [
+    *(
+        (indexed(DOWN, file), "names '.*', which is no name of a file in its folder")
+        for file in ("../in/part-1.safetensors", "{}/part-1.safetensors", "a/b", "..", "x/")
+    ),
+    # Without an index such files are no model, so it is no remedy to remove it.
+    (indexed(DOWN, None), f"holds '{DOWN}', against what .*; download the model again, or write"),
+    (indexed("x.k_scale", PARTS[1]), r"part-1.safetensors' lacks 'x.k_scale'"),
+    (indexed(K0, PARTS[1]), f"lacks '{K0}', against what"),
+    *(
+        (linked(name), f"links that lead out of it, .*: '{name} -> .*/secret'; copy what belongs")
+        for name in ("tokenizer.json", PARTS[0], "config.json", "notes.txt")
+    ),
+    (
+        linked("vocab.json", "nowhere"),
+        r"vocab.json' cannot be read \(No such file or dir.*; put the",
+    ),
+    (linked("vocab.json", "vocab.json"), r"vocab.json' cannot be read \("),
+    *(
+        (piped(name), f"{name}' is a pipe, a device or a socket, no regular file")
+        for name in ("vocab.json", PARTS[0], INDEX, "config.json")
+    ),
+    (lambda folder: os.truncate(folder / PARTS[1], 1000), "part-1.safetensors' is no whole safet"),
+    (lambda folder: (folder / PARTS[0]).replace(folder / PARTS[1]), "names 'part-0.*which is not"),
+    (
+        lambda folder: (folder / "config.json").write_text('{"model_type": "x", "model_type": ""}'),
+        "config.json.model_type' is given twice",
+    ),
+    (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+]
 
 
-@pytest.mark.parametrize(
-    "name", ["tokenizer.json", "model.safetensors", "config.json", "notes.txt"]
-)
-def test_links_to_elsewhere_are_not_followed(dense, tmp_path, name):
-    secret = tmp_path / "secret"
-    secret.write_bytes((dense / name).read_bytes() if (dense / name).exists() else b"secret")
-    (dense / name).unlink(missing_ok=True)
-    (dense / name).symlink_to("../secret")
-    match = f"links that lead out of it, .*: '{name} -> {secret}'; copy what belongs"
-    refused(dense, ModelError, match)
-
-
-def test_links_that_lead_nowhere_and_files_that_are_none(dense):
-    (dense / "vocab.json").symlink_to("nowhere")
-    refused(dense, ModelError, r"vocab.json' cannot be read \(No such file or directory\); put the")
-    (dense / "vocab.json").unlink()
-    for name in ("vocab.json", "model.safetensors", "model.safetensors.index.json", "config.json"):
-        (dense / name).unlink(missing_ok=True)
-        os.mkfifo(dense / name)
-        refused(dense, ModelError, f"{name}' is a pipe, a device or a socket, no regular file")
+@pytest.mark.parametrize(("change", "match"), BAD_FOLDERS)
+def test_a_damaged_folder(tmp_path, change, match):
+    folder = model(tmp_path / "in", TENSORS, files=2)
+    change(folder)
+    refused(folder, ModelError, match)
 
 
 def test_a_snapshot_of_a_hub_cache(dense, tmp_path):
@@ -671,7 +668,7 @@ def test_a_snapshot_of_a_hub_cache(dense, tmp_path):
 
 def test_all_problems_are_named_at_once_and_the_remedies_work(tmp_path):
     """One by one they cost a run each, and pins of a part of a fused module are refused."""
-    tensors = weights(ModelSpec.dense(2).names, k_proj=192, gate_proj=320, up_proj=320)
+    tensors = weights(DENSE, k_proj=192, gate_proj=320, up_proj=320)
     extra = {f"{name}_scale_inv": torch.ones(1) for name in list(tensors)}
     for name in list(tensors):
         if ".0.self_attn.o_proj" in name:
@@ -695,19 +692,18 @@ def test_all_problems_are_named_at_once_and_the_remedies_work(tmp_path):
     assert len(message) < 2500
     (checkpoint / "notes.txt").unlink()
     save_file(
-        weights(ModelSpec.dense(2).names, k_proj=192, gate_proj=320, up_proj=320),
+        weights(DENSE, k_proj=192, gate_proj=320, up_proj=320),
         checkpoint / "model.safetensors",
     )
     pins = yaml.safe_load(re.search(r"in BF16: (\{.*?\})", message)[1])
-    recipe = NO_KV.model_copy(update={"pins": Pins.model_validate(pins)})
+    recipe = pinned(**pins)
     found = exported(checkpoint, tmp_path / "out", recipe)
+    assert "model.layers.0.self_attn.qkv_proj" in found["ignored_layers"]
     assert "model.layers.0.self_attn.o_proj" not in found["ignored_layers"]
 
 
 def test_pins_for_some_layers_alone(tmp_path):
-    tensors = weights(ModelSpec.dense(2).names) | weights(
-        ["model.layers.1.mlp.down_proj"], 256, gate_proj=320
-    )
+    tensors = TENSORS | weights(["model.layers.1.mlp.down_proj"], 256, gate_proj=320)
     name = "model.layers.0.self_attn.q_proj.weight"
     tensors[name] = tensors[name][:500]
     checkpoint = model(tmp_path / "in", tensors)
@@ -717,16 +713,7 @@ def test_pins_for_some_layers_alone(tmp_path):
     block = "model.layers.0.self_attn"
     qkv = [f"{block}.{leaf}_proj" for leaf in "qkv"]
     assert pins == {"names": [*qkv, "model.layers.1.mlp.down_proj"]}
-    exported(
-        checkpoint, tmp_path / "out", NO_KV.model_copy(update={"pins": Pins.model_validate(pins)})
-    )
-
-
-def test_a_model_of_which_nothing_fits(tmp_path):
-    tensors = weights(ModelSpec.dense(2).names, 320, q_proj=100, gate_proj=100, up_proj=100)
-    tensors |= {n: t[:, :500].contiguous() for n, t in tensors.items() if "o_proj" in n}
-    match = "which leaves no weight for FP8: serve this model in BF16"
-    refused(model(tmp_path / "in", tensors), UnsupportedError, match)
+    exported(checkpoint, tmp_path / "out", pinned(**pins))
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "model_type", "text_config", "layer_types"])
@@ -735,40 +722,13 @@ def test_a_model_of_which_nothing_fits(tmp_path):
 )
 def test_a_hostile_config(tmp_path, key, value):
     """An error that names file and key, or a model all the same."""
-    checkpoint = model(tmp_path / "in", weights(ModelSpec.dense(2).names), **{key: value})
+    checkpoint = model(tmp_path / "in", TENSORS, **{key: value})
     for look in (lambda: plan_export(checkpoint, NO_KV), lambda: folder_module_names(checkpoint)):
         try:
             look()
         except Fp8RLError as error:
             assert "config.json" in str(error) or str(checkpoint) in str(error)
             assert key in str(error) or "num_hidden_layers" in str(error) or "family" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"[]", "config.json' holds a list, not a JSON object"),
-        (b"\xff\xfe{}", "config.json' is not UTF-8 text"),
-        (
-            b'{"a":' * 300 + b"1" + b"}" * 300,
-            "config.json is not valid JSON: it is nested too deep",
-        ),
-        (b'{"model_type": "qwen3", "model_type": "x"}', r"config.json.model_type' is given twice"),
-    ],
-)
-def test_a_config_that_is_none(dense, text, message):
-    (dense / "config.json").write_bytes(text)
-    refused(dense, ModelError, message)
-
-
-def test_files_that_are_torn(tmp_path):
-    torn = model(tmp_path / "torn", weights(ModelSpec.dense(2).names), files=2)
-    file = torn / "part-1.safetensors"
-    file.write_bytes(file.read_bytes()[:-10])
-    refused(torn, ModelError, "part-1.safetensors' is no whole safetensors file")
-    swapped = model(tmp_path / "swapped", weights(ModelSpec.dense(2).names), files=2)
-    (swapped / "part-0.safetensors").replace(swapped / "part-1.safetensors")
-    refused(swapped, ModelError, "names 'part-0.safetensors', which is not there")
 
 
 # What stays when it breaks off
@@ -797,7 +757,7 @@ def replaced(file: Path) -> None:
 @pytest.mark.parametrize("when", ["before", "first", "last"])
 def test_a_source_that_changes_is_never_a_mixture(tmp_path, change, name, when):
     """Between the checks and the first tensor, after it, and after the last one."""
-    checkpoint = model(tmp_path / "in", weights(ModelSpec.dense(2).names), files=2)
+    checkpoint = model(tmp_path / "in", TENSORS, files=2)
     plan, seen = plan_export(checkpoint, NO_KV), []
     if when == "before":
         change(checkpoint / name)
@@ -884,22 +844,11 @@ def test_an_existing_folder_stays(dense, tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_bad_value_is_named_and_nothing_stays(tmp_path, value):
-    tensors = weights(ModelSpec.dense(2).names)
-    tensors["model.norm.weight"][3] = value
-    checkpoint = model(tmp_path / "in", tensors)
+    norm = TENSORS["model.norm.weight"].index_fill(0, torch.tensor([3]), value)
+    checkpoint = model(tmp_path / "in", TENSORS | {"model.norm.weight": norm})
     with pytest.raises(ModelError, match=r"'model.norm.weight' in .* has NaN or infinite values"):
         exported(checkpoint, tmp_path / "out", shard_bytes=1)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-def test_an_interrupt_leaves_nothing(dense, tmp_path):
-    def interrupt(tensor: str) -> None:
-        assert list(tmp_path.glob(".out.partial-*"))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        exported(dense, tmp_path / "out", progress=interrupt, shard_bytes=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
 def test_a_place_that_cannot_be_written(dense, tmp_path):
@@ -927,18 +876,18 @@ def test_the_recipe_of_the_checkpoint_is_taken(dense, tmp_path, monkeypatch):
     monkeypatch.setenv("FP8RL_RECIPE", json.dumps({"kv_cache": {"dtype": "auto"}}))
     app = PluginManager()  # the corrector of the recipe is a plugin's
 
-    def pinned(out: str, *words: str) -> bool:
+    def last_is_pinned(out: str, *words: str) -> bool:
         result = CliRunner().invoke(
             cli.build_app(app), ["export", str(dense), str(tmp_path / out), *words]
         )
         assert result.exit_code == 0, result.output
         return "model.layers.1.mlp.down_proj.weight_scale_inv" not in read(tmp_path / out)
 
-    assert not pinned("a")
-    recipe = NO_KV.model_copy(update={"pins": Pins(last=1)}).to_dict()
+    assert not last_is_pinned("a")
+    recipe = pinned(last=1).to_dict()
     (dense / RECIPE_FILE).write_text(json.dumps(recipe))
-    assert pinned("b")
-    assert not pinned("c", "--recipe", json.dumps(NO_KV.to_dict()))
+    assert last_is_pinned("b")
+    assert not last_is_pinned("c", "--recipe", json.dumps(NO_KV.to_dict()))
 
 
 def test_the_config_of_a_run_is_a_recipe(dense, tmp_path):

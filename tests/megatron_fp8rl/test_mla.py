@@ -8,26 +8,19 @@ from types import ModuleType
 
 import pytest
 import torch
-from megatron.core.transformer.module import Float16Module
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
-from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
-from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block
 from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.compat import without_query_norm
-from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
+from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.kv.observers import QKVObserver
-from support.megatron import convert_alone, hf_gpt, logprobs, prompts
+from support.megatron import convert_alone, hf_gpt, prompts
 from support.mla import ALL, PUBLISHED, RECIPE, SHAPES
-from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
 from vllm_fp8rl.testing.tiny import make_mla_checkpoint
 
-UNQUANTIZED = Recipe(rollout=False, training=False, kv_cache=RECIPE.kv_cache)
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
-FACTOR = 4.0
 
 
 @pytest.fixture(scope="module")
@@ -38,49 +31,6 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_logprobs_equal_transformers(mcore, paths, name):
-    expected = load_reference(paths[name], UNQUANTIZED).many(prompts())
-    assert gap(logprobs(hf_gpt(paths[name]), prompts()), expected).max < 2e-5
-
-
-@pytest.mark.parametrize(
-    ("name", "recipe"), [("moonlight", RECIPE), ("v2", PUBLISHED), ("v3", ALL), ("v3", RECIPE)]
-)
-def test_fp8_logprobs_equal_transformers_with_the_same_fake_quantization(
-    mcore, paths, name, recipe
-):
-    model = hf_gpt(paths[name])
-    convert_alone(model, recipe)
-    found = gap(logprobs(model, prompts()), load_reference(paths[name], recipe).many(prompts()))
-    floor = noise_floor(paths[name], recipe, prompts())
-    assert found.within(floor, FACTOR), (found, floor)
-    other = load_reference(paths[name], UNQUANTIZED).many(prompts())
-    assert not gap(logprobs(model, prompts()), other).within(floor, FACTOR)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_export_returns_what_was_loaded(mcore, paths, name):
-    """Under a wrapper that casts the router's bias to BF16 too: Megatron keeps it in float32."""
-    expected, config = tensors_of(paths[name]), AutoConfig.from_pretrained(paths[name])
-    wide = {
-        f"model.layers.{number}.{parameter.name}"
-        for number, layer in enumerate(ModelSpec.of(config).layers)
-        for parameter in layer.parameters
-        if parameter.float32
-    }
-    assert wide == {key for key in expected if key.endswith("e_score_correction_bias")}
-    model = hf_gpt(paths[name], torch.bfloat16)
-    for chunk in (model, Float16Module(model.config, model)):
-        load_hf(chunk, expected)
-        found = dict(export_hf(chunk))
-        assert sorted(found) == sorted(expected)
-        for tensor_name, tensor in found.items():
-            assert torch.equal(tensor, expected[tensor_name]), tensor_name
-            dtype = torch.float32 if tensor_name in wide else torch.bfloat16
-            assert tensor.dtype == dtype, tensor_name
 
 
 def test_a_bias_that_training_has_moved_is_exported(mcore, paths):
@@ -128,7 +78,8 @@ def test_every_gradient_is_there(mcore, paths):
     convert_alone(model, ALL)
     tokens = torch.tensor(prompts()[:2])
     positions = torch.arange(tokens.shape[1]).expand(2, -1)
-    model(tokens, positions, None, labels=tokens).mean().backward()
+    with torch.compiler.set_stance("force_eager"):
+        model(tokens, positions, None, labels=tokens).mean().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
         assert parameter.grad.any() or ".local_experts." in name, name
@@ -189,6 +140,3 @@ def test_what_is_refused(mcore, paths):
         convert(model, RECIPE)
     convert_alone(model, PUBLISHED).close()  # whose pins have the kind
     down.output_size //= 2
-    model.config.cache_mla_latents = True
-    with pytest.raises(UnsupportedError, match=r"cache_mla_latents=True: absorption"):
-        convert(model, RECIPE)

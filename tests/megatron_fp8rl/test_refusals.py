@@ -277,6 +277,13 @@ def test_what_is_not_served_is_named(change, message):
     assert not any(isinstance(m, Fp8Module) for m in gpt.modules())
 
 
+def test_a_pinned_module_may_be_of_any_class():
+    gpt = build_gpt(SERVED)
+    _te_like(gpt)
+    pins = pinned(names=("*.1.mlp.gate_proj", "*.1.mlp.up_proj"))
+    assert len(convert_alone(gpt, pins).modules) == 7
+
+
 class OfBridge(torch.nn.Module):
     """As Megatron-Bridge's AdapterWrapper, which is not installed here."""
 

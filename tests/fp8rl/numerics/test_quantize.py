@@ -136,14 +136,17 @@ class Definition:
         return Operand(made if rows else None, turned if columns else None)
 
 
-def launch(one_way: object, dual: object, x: torch.Tensor, case: str, form: str) -> list[Quantized]:
+def launch(
+    one_way: object, dual: object, x: torch.Tensor, case: str, form: str, cast: str = "reference"
+) -> list[Quantized]:
     """Groups; of a matrix also blocks and both sides of it as operand and as weight, made together
-    and, of ``VALUES``, alone."""
+    and, of ``VALUES``, by the kernels, alone. The reference makes the sides one by one."""
+    alone = case in VALUES if cast != "reference" else case == "special_values"
     made = [one_way.quantize_group(x, 128, form)]
     if x.ndim == 2:
         made.append(one_way.quantize_block(x, BLOCK, form))
         for quantize in (dual.quantize_operand, dual.quantize_weight):
-            for sides in SIDES if case in VALUES else SIDES[:1]:
+            for sides in SIDES if alone else SIDES[:1]:
                 operand = quantize(x, form, *sides)
                 assert tuple(side is not None for side in operand) == sides
                 made += [side for side in operand if side is not None]
@@ -159,8 +162,8 @@ def check(x: torch.Tensor, case: str, form: str, *, cast: str) -> None:
         actual = launch(reference, reference, x, case, form)
         expected = launch(Definition(), Definition(), x, case, form)
     else:
-        actual = launch(*kernels(), Device(True).moved(x), case, form)
-        expected = launch(reference, reference, x, case, form)
+        actual = launch(*kernels(), Device(True).moved(x), case, form, cast)
+        expected = launch(reference, reference, x, case, form, cast)
     for got, want in zip(actual, expected, strict=True):
         assert_same(got, want)
 
@@ -200,7 +203,8 @@ def compiled(request: pytest.FixtureRequest) -> None:
                 with pytest.MonkeyPatch.context() as patch:
                     set_cast(asked["mode"][0], patch)
                     for x in sources(asked["case"], asked["dtype"]):
-                        launch(*kernels(), Device(True).moved(x), asked["case"], asked["mode"][1])
+                        cast, form = asked["mode"]
+                        launch(*kernels(), Device(True).moved(x), asked["case"], form, cast)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -143,17 +143,15 @@ def test_two_distributions_with_one_plugin_name(install):
     ("hook", "call", "offered", "message"),
     [
         ("register_gemm_backends", "gemm_backends", [Backend("fast")], "GEMM backend named 'fast'"),
+        ("register_gemm_backends", "gemm_backends", [Backend("reference")], "named 'reference'"),
         ("register_is_correctors", "is_correctors", {"x": abs}, "corrector named 'x'; rename"),
     ],
 )
 def test_two_of_one_name(hook, call, offered, message):
+    """Of two plugins, and of one plugin and the built-in ones."""
+    plugins = [plugin(**{hook: offered}) for _ in range(1 if "reference" in message else 2)]
     with pytest.raises(PluginError, match=f"Two plugins offer .*{message}"):
-        getattr(manager(*(plugin(**{hook: offered}) for _ in range(2))), call)()
-
-
-def test_a_backend_with_the_name_of_a_built_in_one():
-    with pytest.raises(PluginError, match="GEMM backend named 'reference'"):
-        manager(plugin(register_gemm_backends=[Backend("reference")])).gemm_backends()
+        getattr(manager(*plugins), call)()
 
 
 def test_backends_and_correctors_of_several_plugins():
@@ -173,6 +171,10 @@ def test_adapters_are_sorted():
     assert [adapter.name for adapter in found.engine_adapters()] == ["a", "b", "c"]
 
 
+def fail() -> None:
+    raise OSError("no such file")
+
+
 @pytest.mark.parametrize(
     ("hook", "call"),
     [
@@ -181,9 +183,12 @@ def test_adapters_are_sorted():
         ("register_engine_adapters", "engine_adapters"),
     ],
 )
-def test_a_hook_that_returns_the_wrong_type(hook, call):
+def test_a_hook_that_fails_or_returns_the_wrong_type_is_named(hook, call):
     with pytest.raises(PluginError, match=f"{hook} of an fp8rl plugin .* returned int; it must"):
         getattr(manager(plugin(**{hook: 3})), call)()
+    match = f"{hook} .* failed: OSError: no such file. Repair .*BLOCK"
+    with pytest.raises(PluginError, match=match):
+        getattr(manager(SimpleNamespace(**{hook: hookimpl(fail)})), call)()
 
 
 def test_pins_of_plugins_are_added():
@@ -213,25 +218,6 @@ def test_a_plugin_cannot_change_the_names_that_pins_are_resolved_for(change):
     ):
         manager(SimpleNamespace(register_pins=register_pins)).pin_policy(Pins(last=1), names)
     assert names == [*ModelSpec.dense(2).names]
-
-
-@pytest.mark.parametrize(
-    ("hook", "call"),
-    [
-        ("register_gemm_backends", "gemm_backends"),
-        ("register_is_correctors", "is_correctors"),
-        ("register_engine_adapters", "engine_adapters"),
-    ],
-)
-def test_a_hook_that_fails_is_named_with_the_remedy(hook, call):
-    def fail():
-        raise OSError("no such file")
-
-    failing = SimpleNamespace(**{hook: hookimpl(fail)})
-    with pytest.raises(
-        PluginError, match=f"{hook} .* failed: OSError: no such file. Repair .*BLOCK"
-    ):
-        getattr(manager(failing), call)()
 
 
 def test_observers_are_called():

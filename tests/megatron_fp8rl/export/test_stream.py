@@ -230,39 +230,35 @@ def test_accepted_variants(mcore):
     assert_same(export_hf(wide), {name: t.float() for name, t in tensors.items()})
 
 
-UNSUPPORTED = {
-    "latent": ({"moe_latent_size": 8}, r"mlp\.experts' has latent projections"),
-    "layernorm": ({"normalization": "LayerNorm"}, "input_layernorm' has LayerNorm"),
-    "no gate": ({"gated_linear_unit": False}, "linear_fc1' has no gate"),
-    "interleaved": ({"rotary_interleaved": True}, "interleaved rotary"),
-}
-
-
-@pytest.mark.parametrize("case", UNSUPPORTED)
-def test_unsupported_models_are_named_at_the_call(mcore, case):
-    overrides, message = UNSUPPORTED[case]
-    model = build_gpt(CONFIGS["llama"])
-    for field, value in overrides.items():
-        setattr(model.config, field, value)
-    with pytest.raises(UnsupportedError, match=message):
-        export_hf(model)
-
-
-def test_a_module_without_a_hf_name_is_unsupported(mcore):
-    model = build_gpt(CONFIGS["llama"])
-    model.decoder.layers[1].mlp.register_module("adapter", torch.nn.Linear(2, 2))
-    with pytest.raises(UnsupportedError, match=r"'decoder\.layers\.1\.mlp\.adapter'"):
-        export_hf(model)
-    with pytest.raises(UnsupportedError, match="Linear is no GPTModel"):
-        export_hf(torch.nn.Linear(2, 2))
-
-
-def test_norms_of_all_heads_at_once_are_refused(mcore):
+def _all_heads_norm(model: Any) -> None:
     """MiniMax-M2's, in a model that otherwise looks like Qwen3-MoE."""
-    model = build_gpt(CONFIGS["qwen3-moe"])
     norm = model.decoder.layers[0].self_attention.k_layernorm
     norm.weight = torch.nn.Parameter(norm.weight.detach().repeat(2))
-    with pytest.raises(UnsupportedError, match=r"k_layernorm\.weight' has .* as MiniMax-M2's"):
+
+
+def _adapter(model: Any) -> None:
+    model.decoder.layers[1].mlp.register_module("adapter", torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"moe_latent_size": 8}, r"mlp\.experts' has latent projections"),
+        ({"normalization": "LayerNorm"}, "input_layernorm' has LayerNorm"),
+        ({"gated_linear_unit": False}, "linear_fc1' has no gate"),
+        ({"rotary_interleaved": True}, "interleaved rotary"),
+        (_all_heads_norm, r"k_layernorm\.weight' has .* as MiniMax-M2's"),
+        (_adapter, r"'decoder\.layers\.1\.mlp\.adapter'"),
+    ],
+)
+def test_unsupported_models_are_named_at_the_call(mcore, change, message):
+    model = build_gpt(CONFIGS["qwen3-moe" if change is _all_heads_norm else "llama"])
+    if callable(change):
+        change(model)
+    else:
+        for field, value in change.items():
+            setattr(model.config, field, value)
+    with pytest.raises(UnsupportedError, match=message):
         export_hf(model)
 
 

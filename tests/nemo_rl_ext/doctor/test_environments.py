@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
+import venv
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make(folder: Path, *lines: object) -> Path:
     """Make a virtual environment whose path has these lines of a ``.pth``; returns its Python."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "test.pth").write_text("".join(f"{line}\n" for line in lines))
     return folder / "bin" / "python"

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager
-from fp8rl.errors import ModelError
 from fp8rl.models.pins import PinRow
 from fp8rl.models.sizes import GIB, Sizes, gib
 from fp8rl.models.spec import ModelSpec
@@ -80,17 +79,11 @@ def test_weights_take_what_vllm_reports(precision: str, reported: float) -> None
     assert weights / GIB == pytest.approx(reported, rel=0.01)
 
 
-def test_config_json_with_another_name_or_without_a_number() -> None:
+def test_config_json_with_another_name() -> None:
     renamed = {**MOE, "num_local_experts": 8}
     del renamed["num_experts"]
-    assert Sizes(ModelSpec.of({"text_config": renamed}), 1).elements(rows_of(MOE)) == parameters(
-        MOE
-    )
-    for key, value in (("hidden_size", None), ("vocab_size", "many"), ("head_dim", -1)):
-        with pytest.raises(ModelError, match=key):
-            Sizes(ModelSpec.of({**DENSE, key: value}), 1)
-    with pytest.raises(ModelError, match=r"config\.json has no key 'intermediate_size'; correct"):
-        Sizes(ModelSpec.of({k: v for k, v in DENSE.items() if k != "intermediate_size"}), 1)
+    sizes = Sizes(ModelSpec.of({"text_config": renamed}), 1)
+    assert sizes.elements(rows_of(MOE)) == parameters(MOE)
 
 
 def test_rollouts() -> None:

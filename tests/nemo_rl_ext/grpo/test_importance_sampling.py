@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fp8rl.errors import PluginError
 from fp8rl.mismatch import mismatch_metrics
-from fp8rl.recipe import ImportanceSampling, Rejection
+from fp8rl.recipe import ImportanceSampling
 from nemo_rl_ext.grpo.importance_sampling import Correction, correct
 
 LEVELS = ("token", "sequence", "geometric")
@@ -169,21 +169,6 @@ def test_bfloat16_is_upcast_before_the_subtraction() -> None:
     in_bf16 = (trainer - rollout).float().exp()[0, 1].item()
     token = correct(rollout, trainer, torch.ones(1, 2), ImportanceSampling(high=10.0))
     assert abs(token.weights[0, 1].item() - in_bf16) > 1e-4
-
-
-@pytest.mark.parametrize("self_normalize", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_all_rejected_batch_is_visible(level: str, self_normalize: bool) -> None:
-    c = config(
-        level, "truncate", self_normalize=self_normalize, rejection=Rejection(level=level, high=1.1)
-    )
-    got = correct(torch.full((2, 3), -5.0), torch.zeros(2, 3), torch.ones(2, 3), c)
-    assert not got.mask.any()
-    assert got.weights.abs().sum() == 0
-    assert got.metrics["all_rejected"] == 1.0
-    assert got.metrics["rejected_high_share"] == 1.0
-    assert got.metrics["is_weight_ess"] == 0.0
-    assert all(math.isfinite(v) for v in got.metrics.values())
 
 
 def test_self_normalisation_of_weights_that_are_all_zero_keeps_them_zero() -> None:

@@ -316,23 +316,6 @@ def test_bfloat16_logprobs_give_a_float32_loss() -> None:
     assert current.grad.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_extreme_ratios_stay_finite(advantage: float) -> None:
-    current = torch.tensor([[-500.0, 0.0]], requires_grad=True)
-    loss, metrics = GRPOLoss(GRPOConfig(kl_coefficient=0.1), ImportanceSampling(), PLUGINS)(
-        current,
-        torch.tensor([[0.0, -500.0]]),
-        torch.tensor([[-500.0, 0.0]]),
-        torch.tensor([advantage]),
-        torch.ones(1, 2),
-        torch.tensor([[0.0, -500.0]]),
-    )
-    loss.backward()
-    assert math.isfinite(loss.item())
-    assert torch.isfinite(current.grad).all()
-    assert metrics["ratio_max"] == pytest.approx(math.exp(20), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -384,14 +367,6 @@ def test_a_loss_beyond_float32_is_an_error() -> None:
     old, mask = torch.full((1, 1), -100.0), torch.ones(1, 1)
     with pytest.raises(BatchError, match=r"The loss is inf .*up to 1\.65164e\+38.*log_ratio_clamp"):
         loss_fn(torch.zeros(1, 1), old, old, torch.tensor([-4.0]), mask)
-
-
-def test_advantages_of_masked_places_may_be_infinite() -> None:
-    b = make(0, 2, 3, density=1.1)
-    infinite, mask = torch.zeros(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
-    infinite[0, 2] = torch.inf
-    loss_fn = GRPOLoss(GRPOConfig(), ImportanceSampling(), PLUGINS)
-    assert loss_fn(b.current, b.old, b.rollout, infinite, mask)[0].isfinite()
 
 
 class Strange:

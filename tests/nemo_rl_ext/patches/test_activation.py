@@ -55,9 +55,9 @@ def test_importing_torch_installs_one_finder_and_imports_nothing_else(autoload: 
     assert done.returncode == 0, done.stderr
 
 
-def test_words_that_switch_it_off_and_on() -> None:
+def test_words_that_switch_it_off_and_on(tmp_path: Path) -> None:
     code = """
-        import contextlib, io, os, sys, torch
+        import contextlib, io, os, sys
         from nemo_rl_ext import autoload
         from nemo_rl_ext.patch_finder import PatchFinder, installed
         words = ["0", "false", "off", "no", " OFF ", "1", "true", "on", "yes", "", "nope", "2"]
@@ -68,7 +68,7 @@ def test_words_that_switch_it_off_and_on() -> None:
                 autoload.start()
             print(value.strip() or "empty", installed() is not None, told.getvalue())
     """
-    lines = [line.split(" ", 2) for line in run(code).stdout.splitlines() if line]
+    lines = [x.split(" ", 2) for x in run_after_torch(code, tmp_path).stdout.splitlines() if x]
     found = {word: (on == "True", rest) for word, on, rest in lines}
     off, on = ("0", "false", "off", "no", "OFF"), ("1", "true", "on", "yes", "empty")
     assert {word: found[word] for word in off} == dict.fromkeys(off, (False, ""))
@@ -267,7 +267,7 @@ def test_a_driver_reads_what_only_workers_import(tmp_path: Path) -> None:
 
 def test_an_import_error_of_the_module_is_its_own(tmp_path: Path) -> None:
     path = package(tmp_path, {"nemo_rl/utils/config.py": "import nothing_of_that_name\n"})
-    done = run("import torch, nemo_rl.utils.config", path)
+    done = run_after_torch("import nemo_rl.utils.config", path)
     assert "No module named 'nothing_of_that_name'" in done.stderr
 
 

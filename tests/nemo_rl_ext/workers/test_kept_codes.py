@@ -174,22 +174,6 @@ def test_a_call_that_fails_is_no_measure(conversion: Conversion) -> None:
     assert not caller.epoch.keep
 
 
-@pytest.mark.parametrize("noted", [True, False])
-def test_a_peak_that_someone_else_resets_counts_if_it_was_noted(
-    conversion: Conversion, noted: bool
-) -> None:
-    caller = Caller(conversion)
-
-    def run() -> None:
-        caller.device.use(9_000_000)
-        if noted:
-            caller.kept_codes.note_peak()
-        caller.device.reset_peak()
-
-    caller.kept_codes.during("train", run, tokens=100, backward=True)
-    assert caller.call(0) == (not noted)
-
-
 def test_the_log_tells_of_each_decision_once(
     conversion: Conversion, caplog: pytest.LogCaptureFixture
 ) -> None:

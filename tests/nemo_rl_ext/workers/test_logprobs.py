@@ -13,16 +13,15 @@ import torch
 pytest.importorskip("megatron.core")
 
 from fp8rl.errors import UnsupportedError
-from megatron_fp8rl.testing.launch import launch
 from nemo_rl_ext.workers.logprobs import ExactLogprob, FusedLogprob, fuse_logprobs
-from support.processes import environment
+from support.processes import run_ranks
 
 RANKS = Path(__file__).with_name("logprob_ranks.py")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_that_share_a_vocabulary_agree_with_float64(ranks: int) -> None:
-    assert launch(RANKS, ranks, timeout=120.0, env=environment()) == ["compared\n"] * ranks
+    assert run_ranks(RANKS, ranks, timeout=120.0) == ["compared\n"] * ranks
 
 
 class Theirs(torch.autograd.Function):

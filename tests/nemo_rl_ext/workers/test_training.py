@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 
 from transformers import Qwen3Config
 
-from fp8rl.errors import CheckpointError, ScaleError, UnsupportedError
+from fp8rl.errors import CheckpointError, UnsupportedError
 from fp8rl.kv_scales import scale_names
 from megatron_fp8rl.conversion import conversion_of
 from megatron_fp8rl.kv.observers import QKVObserver
@@ -354,17 +354,6 @@ def test_scales_grow_with_the_values_and_never_shrink() -> None:
     assert worker.forwards == 1
 
 
-def test_scales_of_the_start_clip_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    worker = Worker(policy({"training": False, "kv_cache": {"recalibrate": "start"}}))
-    first = worker.calibrate_qkv_fp8_scales(data=0)["layers"]
-    scaled(worker.model, 64.0)
-    forward(worker.model, 0)
-    found = worker.calibrate_qkv_fp8_scales(data=0)
-    assert found["layers"] == first
-    assert len(found["outgrown"]) == 3
-    assert "3 KV scales clip" in caplog.text
-
-
 @pytest.mark.parametrize("kind", ["grow", "start"])
 def test_scales_that_last_outlive_the_run(kind: str, tmp_path: Path) -> None:
     """Naively a resumed run calibrates anew: scales of `start` change, those of `grow` shrink."""
@@ -425,13 +414,10 @@ NAME = "model.layers.0.self_attn.k_scale"
     ("text", "reason"),
     [
         ("", "is not valid JSON"),
-        ('{"model.layers.0.self_attn.k', "is not valid JSON"),
         ("[1.0]", "it holds a list, not scales by name"),
         (f'{{"{NAME}": 1.0, "{NAME}": 2.0}}', NAME),
         (f'{{"{NAME}": "1.0"}}', "'1.0' is no KV scale"),
-        (f'{{"{NAME}": null}}', "None is no KV scale"),
         (f'{{"{NAME}": NaN}}', NAME),
-        (f'{{"{NAME}": -1.0}}', NAME),
         ('{"model.layers.0.k_proj.weight": 1.0}', "is no KV scale"),
         (b"\xff\xfe", "can't decode"),
     ],
@@ -687,11 +673,3 @@ def test_codes_are_not_kept_where_none_are_made_or_a_variable_says_so(
     pinned.get_logprobs(data=BATCH)
     monkeypatch.setenv("FP8RL_KEEP_CODES", "0")
     assert batch_worker()._kept_codes is None
-
-
-def test_a_model_that_gives_nan_is_told() -> None:
-    worker = Worker(policy({"training": False}))
-    with torch.no_grad():
-        worker.model.decoder.layers[1].self_attention.linear_qkv.weight.fill_(float("nan"))
-    with pytest.raises(ScaleError):
-        worker.calibrate_qkv_fp8_scales(data=0)
