@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fp8rl.errors import CheckpointError, UnsupportedError
 from fp8rl.kv_scales import ROLES, scales_from_amax
-from megatron_fp8rl import compat
 from megatron_fp8rl.export import ModelChunks, device_of, unwrap_chunks
+from megatron_fp8rl.hf_names import linear_attention_layers
 from megatron_fp8rl.kv.amax import MaximumTable
 
 _KEY = "amax"
@@ -47,7 +47,7 @@ class QKVObserver:
         self.enabled = enabled
         config = chunks[0].config
         self.num_layers: int = config.num_layers
-        linear = compat.linear_attention_layers(config)
+        linear = linear_attention_layers(config)
         self.layers = [number for number, flag in enumerate(linear) if not flag]
         """Global numbers of the layers with keys and values, on all ranks."""
         self._amax = MaximumTable(self.num_layers, device_of(chunks))
@@ -169,7 +169,7 @@ def core_attentions(chunks: list[Any]) -> Iterator[tuple[int, torch.nn.Module]]:
                     "once, and another model by itself."
                 )
             seen.add(number)
-            if compat.linear_attention_layers(chunk.config)[number]:
+            if linear_attention_layers(chunk.config)[number]:
                 continue
             attention = getattr(layer, "self_attention", None)
             if chunk.config.multi_latent_attention:
