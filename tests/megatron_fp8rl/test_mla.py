@@ -20,10 +20,11 @@ from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.compat import without_query_norm
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
 from megatron_fp8rl.kv.observers import QKVObserver
+from support.gaps import gap, noise_floor
 from support.megatron import convert_alone, hf_gpt, logprobs, prompts
 from support.mla import ALL, PUBLISHED, RECIPE, SHAPES
-from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
-from vllm_fp8rl.testing.tiny import make_mla_checkpoint
+from support.tiny import make_mla_checkpoint
+from vllm_fp8rl.testing.hf_reference import load_reference
 
 UNQUANTIZED = Recipe(rollout=False, training=False, kv_cache=RECIPE.kv_cache)
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"

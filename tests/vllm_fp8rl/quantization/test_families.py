@@ -15,14 +15,15 @@ from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.models.families import kind_of
 from fp8rl.recipe import KVCache, Pins
 from support.engine import Engine, load_tensors
+from support.gaps import gap
 from support.mla import NATIVE_ROPE, ON_A_CPU
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
+from support.tiny import make_family_checkpoint
 from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.quantization import checks
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.receiver.inventory import Inventory
-from vllm_fp8rl.testing.hf_reference import Attention, gap, load_reference
-from vllm_fp8rl.testing.tiny import make_family_checkpoint
+from vllm_fp8rl.testing.hf_reference import Attention, load_reference
 
 pytestmark = pytest.mark.usefixtures("experts_on_a_cpu")
 

@@ -16,6 +16,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import BLOCK
 from fp8rl.recipe import ActivationFormat
 from support.engine import register_model
+from support.tiny import make_checkpoint, make_moe_checkpoint
 from vllm_fp8rl.kernels import replaced_modules
 from vllm_fp8rl.kernels.moe.settings import (
     ACTIVATION_SCALES_ENV,
@@ -25,7 +26,6 @@ from vllm_fp8rl.kernels.moe.settings import (
     set_activation_scales,
 )
 from vllm_fp8rl.quantization import config
-from vllm_fp8rl.testing.tiny import make_checkpoint, make_moe_checkpoint
 
 POW2 = Recipe(activations=ActivationFormat(scale_format="pow2"))
 
