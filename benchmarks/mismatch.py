@@ -31,7 +31,13 @@ SHAPE = {
     "intermediate_size": 6144,
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
+    "head_dim": 128,
     "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.08,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
 }
 FREEDOM = 4.0
 OUTLIERS = 16  # channels that each norm amplifies
@@ -68,12 +74,14 @@ VARIANTS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 
 def make_heavy_tailed(path: Path, layers: int, device: str) -> None:
     """A Qwen3 checkpoint in BF16 with outliers in weights and activations."""
-    from transformers import Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from vllm_fp8rl.testing.tiny import make_checkpoint
-
-    make_checkpoint(path, 0, num_hidden_layers=layers, **SHAPE)
-    model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=layers, **SHAPE))
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data.uniform_(0.5, 1.5)
+    model.to(torch.bfloat16).float().to(device)
     torch.manual_seed(1)
     student = torch.distributions.StudentT(torch.tensor(FREEDOM, device=device))
     for name, parameter in model.named_parameters():

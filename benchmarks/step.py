@@ -28,6 +28,7 @@ import itertools
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,10 +192,9 @@ def measure(shape: SimpleNamespace, options: argparse.Namespace, mode: str) -> d
 
 def calibration(trainer: Trainer) -> dict[str, float]:
     """What observing every micro-batch adds to a step, in milliseconds and as a share of it."""
-    observer = QKVObserver(trainer.ddp, enabled=False)
 
     def step(observed: bool) -> float:
-        with observer.observing(observed):
+        with observing(trainer, observed):
             return trainer.step()["total"]
 
     step(True)
@@ -203,14 +203,12 @@ def calibration(trainer: Trainer) -> dict[str, float]:
         first = number % 2 == 0
         times = {observed: step(observed) for observed in (first, not first)}
         pairs.append((times[False], times[True]))
-    observer.amax()
     plain = statistics.median(off for off, _ in pairs)
     differences = [on - off for off, on in pairs]
     added = statistics.median(differences)
     # Of a median, where the differences are normal but for outliers.
     deviation = 1.4826 * statistics.median(abs(one - added) for one in differences)
-    host = added_host(trainer, observer)
-    observer.close()
+    host = added_host(trainer)
     kernels = len(trainer.batches) * observer_kernels(trainer)
     return {
         "step_milliseconds": plain,
@@ -224,11 +222,22 @@ def calibration(trainer: Trainer) -> dict[str, float]:
     }
 
 
-def added_host(trainer: Trainer, observer: QKVObserver) -> float:
+@contextlib.contextmanager
+def observing(trainer: Trainer, observed: bool) -> Iterator[None]:
+    """Observe the forwards inside the block, or not."""
+    observer = QKVObserver(trainer.ddp) if observed else None
+    try:
+        yield
+    finally:
+        if observer is not None:
+            observer.close()
+
+
+def added_host(trainer: Trainer) -> float:
     """Microseconds the host takes for the hook of one layer."""
 
     def forward(observed: bool) -> float:
-        with observer.observing(observed):
+        with observing(trainer, observed):
             return trainer.host_forward()[1]
 
     pairs = [(forward(False), forward(True)) for _ in range(trainer.options.pairs)]

@@ -165,28 +165,14 @@ def megatron_lm_save_folder() -> str | None:
     return getattr(args, "save", None)
 
 
-_GATED_DELTA_NETS = ("gated_delta_net", "gdn")  # the second from the commit of NeMo RL on
-
-
-def linear_attention_layers(config: Any) -> list[bool]:
-    """Tell for each decoder layer whether it is a gated delta net, which has no keys and values.
-
-    Args:
-        config: the ``TransformerConfig`` of a GPTModel.
-    """
-    variant = getattr(config, "experimental_attention_variant", None)
-    if variant not in _GATED_DELTA_NETS:
-        return [False] * config.num_layers
-    frequency = config.linear_attention_freq
-    if isinstance(frequency, int):
-        return [(number + 1) % frequency != 0 for number in range(config.num_layers)]
-    return [bool(flag) for flag in frequency]
+GATED_DELTA_NETS = ("gated_delta_net", "gdn")
+"""Names of the attention variant; the second from the commit of NeMo RL on."""
 
 
 def unknown_attention(config: Any) -> str | None:
     """Return the name of an attention variant whose linear layers are not known here."""
     variant = getattr(config, "experimental_attention_variant", None)
-    return None if variant in _GATED_DELTA_NETS else variant
+    return None if variant in GATED_DELTA_NETS else variant
 
 
 def register_with_bridge(fp8_classes: Iterable[type]) -> None:

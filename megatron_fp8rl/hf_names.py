@@ -46,7 +46,7 @@ def module_names(config: Any, *, wrapped: bool = False) -> tuple[str, ...]:
 def _spec(config: Any, *, wrapped: bool) -> ModelSpec:
     """Describe a GPTModel by blocks of the table, as the switches of its config say."""
     dense = QWEN3 if config.qk_layernorm else LLAMA
-    linear = compat.linear_attention_layers(config)
+    linear = linear_attention_layers(config)
     family = replace(
         dense,
         attention=LATENT_ATTENTION if config.multi_latent_attention else dense.attention,
@@ -94,6 +94,20 @@ def shared_expert_name(config: Any) -> str:
     """Return the HF name of the shared expert; empty: there is none."""
     experts = experts_of(config)
     return "" if experts is None else experts.shared
+
+
+def linear_attention_layers(config: Any) -> list[bool]:
+    """Tell for each decoder layer whether it is a gated delta net, which has no keys and values.
+
+    Args:
+        config: the ``TransformerConfig`` of a GPTModel.
+    """
+    if getattr(config, "experimental_attention_variant", None) not in compat.GATED_DELTA_NETS:
+        return [False] * config.num_layers
+    frequency = config.linear_attention_freq
+    if isinstance(frequency, int):
+        return [(number + 1) % frequency != 0 for number in range(config.num_layers)]
+    return [bool(flag) for flag in frequency]
 
 
 def _moe_layers(config: Any) -> list[bool]:

@@ -123,6 +123,7 @@ def test_the_exact_variant_is_served(
     task: str, tmp_path: Path, load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nemo_rl_ext.config.drivers import DRIVERS
+    from nemo_rl_ext.config.keys import Sections
     from nemo_rl_ext.config.merge import read
 
     arguments = ["--source", tmp_path, "--folder", tmp_path, "--trainer", "megatron"]
@@ -135,7 +136,7 @@ def test_the_exact_variant_is_served(
     policy = value["policy"]
     for section in (policy["megatron_cfg"], policy["generation"]["vllm_cfg"], value["loss_fn"]):
         section["fp8rl"] = block
-    keys = read(value, DRIVERS["grpo"])
+    keys = read(Sections(value, DRIVERS["grpo"]))
     assert keys is not None and keys.recipe.exact and keys.recipe.kv_cache.dtype == "fp8_e4m3"
 
 

@@ -27,7 +27,7 @@ from megatron_fp8rl.export.layout import (
     RowLayout,
     qkv_layout,
 )
-from megatron_fp8rl.hf_names import shared_expert_name
+from megatron_fp8rl.hf_names import linear_attention_layers, shared_expert_name
 
 ModelChunks = torch.nn.Module | Sequence[torch.nn.Module]
 """A GPTModel, plain or wrapped, or the list of this rank's virtual-pipeline chunks."""
@@ -452,7 +452,7 @@ def path_of_adapter(root: torch.nn.Module) -> str | None:
 
 
 def _check_served(config: Any) -> None:
-    hybrid = any(compat.linear_attention_layers(config))
+    hybrid = any(linear_attention_layers(config))
     centered = bool(config.layernorm_zero_centered_gamma)
     for module, unsupported, what in (
         ("self_attention", compat.unknown_attention(config), compat.unknown_attention(config)),

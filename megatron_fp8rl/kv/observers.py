@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from fp8rl.errors import CheckpointError, UnsupportedError
 from fp8rl.kv_scales import ROLES, scales_from_amax
-from megatron_fp8rl import compat
+from fp8rl.numerics import amax_into
 from megatron_fp8rl.export import ModelChunks, device_of, unwrap_chunks
-from megatron_fp8rl.kv.amax import MaximumTable
+from megatron_fp8rl.hf_names import linear_attention_layers
 
 _KEY = "amax"
 """Name of the table in a checkpoint."""
@@ -34,37 +33,27 @@ class QKVObserver:
 
     Args:
         model_chunks: this rank's GPTModel or virtual-pipeline chunks, plain or wrapped.
-        enabled: whether to observe from the start; see :meth:`observing`.
 
     Raises:
         UnsupportedError: multi-latent attention, a layer without ``core_attention``, or chunks
             that hold a layer twice.
     """
 
-    def __init__(self, model_chunks: ModelChunks, *, enabled: bool = True) -> None:
+    def __init__(self, model_chunks: ModelChunks) -> None:
         chunks = unwrap_chunks(model_chunks)
         attentions = dict(core_attentions(chunks))
-        self.enabled = enabled
         config = chunks[0].config
         self.num_layers: int = config.num_layers
-        linear = compat.linear_attention_layers(config)
+        linear = linear_attention_layers(config)
         self.layers = [number for number, flag in enumerate(linear) if not flag]
         """Global numbers of the layers with keys and values, on all ranks."""
-        self._amax = MaximumTable(self.num_layers, device_of(chunks))
+        self._amax = torch.zeros(self.num_layers, len(ROLES), device=device_of(chunks))
+        self._of_layers = self._amax.unbind()
         # First in line: the trainer's own attention may see k and v after FP8 (kv/cache.py).
         self._handles = [
             module.register_forward_pre_hook(self._hook(layer), prepend=True)
             for layer, module in attentions.items()
         ]
-
-    @contextmanager
-    def observing(self, enabled: bool = True) -> Iterator[QKVObserver]:
-        """Switch observing on (or off, with False) inside the block."""
-        before, self.enabled = self.enabled, enabled
-        try:
-            yield self
-        finally:
-            self.enabled = before
 
     def amax(self, group: torch.distributed.ProcessGroup | None = None) -> Tensor:
         """Reduce the table over all ranks by one all-reduce, which every rank must join.
@@ -79,7 +68,13 @@ class QKVObserver:
             float32 ``[num_layers, 3]`` on the model's device, columns q, k, v. NaN where any
             rank saw a NaN, 0 where no rank saw a token, and in layers without keys and values.
         """
-        return self._amax.reduced(group)
+        if not torch.distributed.is_initialized():
+            return self._amax.clone()
+        # The backends disagree on max(NaN, x), so NaN travels as a flag of its own.
+        is_nan = self._amax.isnan()
+        both = torch.stack([self._amax.masked_fill(is_nan, 0.0), is_nan.float()])
+        torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MAX, group=group)
+        return both[0].masked_fill(both[1] > 0, torch.nan)
 
     def scales(
         self, margin: float, group: torch.distributed.ProcessGroup | None = None
@@ -99,7 +94,7 @@ class QKVObserver:
 
     def reset(self) -> None:
         """Forget what was seen, e.g. after an optimizer step has changed the activations."""
-        self._amax.table.zero_()
+        self._amax.zero_()
 
     def close(self) -> None:
         """Remove the hooks; what was seen stays readable."""
@@ -113,7 +108,7 @@ class QKVObserver:
         A pipeline or tensor-parallel rank saw its own part only: a checkpoint that one rank writes
         for all stores :meth:`amax` under the same key instead.
         """
-        return {_KEY: self._amax.table.cpu().clone()}
+        return {_KEY: self._amax.cpu().clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a saved table; what was seen so far is replaced.
@@ -121,7 +116,7 @@ class QKVObserver:
         Raises:
             CheckpointError: the state does not belong to an observer of this model.
         """
-        own = self._amax.table
+        own = self._amax
         table = state.get(_KEY) if isinstance(state, Mapping) and set(state) == {_KEY} else None
         if not isinstance(table, Tensor):
             raise CheckpointError(
@@ -138,14 +133,12 @@ class QKVObserver:
 
     def _hook(self, layer: int) -> Any:
         def observe(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-            if not self.enabled:
-                return
             if len(args) < len(ROLES):
                 raise UnsupportedError(
                     f"core_attention of layer {layer} was called with {len(args)} positional "
                     "arguments, so q, k and v cannot be observed; this attention is not served."
                 )
-            self._amax.add(layer, args[: len(ROLES)])
+            amax_into(self._of_layers[layer], args[: len(ROLES)])
 
         return observe
 
@@ -169,7 +162,7 @@ def core_attentions(chunks: list[Any]) -> Iterator[tuple[int, torch.nn.Module]]:
                     "once, and another model by itself."
                 )
             seen.add(number)
-            if compat.linear_attention_layers(chunk.config)[number]:
+            if linear_attention_layers(chunk.config)[number]:
                 continue
             attention = getattr(layer, "self_attention", None)
             if chunk.config.multi_latent_attention:

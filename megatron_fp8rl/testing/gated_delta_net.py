@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from fp8rl.errors import UnsupportedError
-from megatron_fp8rl import compat
+from megatron_fp8rl.hf_names import linear_attention_layers
 
 
 def config_fields(hf_config: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def hybrid_spec(spec: Any, config: Any) -> Any:
     """
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
-    linear = compat.linear_attention_layers(config)
+    linear = linear_attention_layers(config)
     if len(spec.layer_specs) != len(linear):
         raise UnsupportedError(
             "This builder puts gated delta nets into a whole decoder; use a pipeline size of 1."

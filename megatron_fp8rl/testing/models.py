@@ -44,7 +44,7 @@ from fp8rl.models.families import (
     Module,
 )
 from fp8rl.models.spec import ModelSpec
-from megatron_fp8rl import compat
+from megatron_fp8rl.hf_names import linear_attention_layers
 from megatron_fp8rl.testing import gated_delta_net
 from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG
 
@@ -189,7 +189,7 @@ def build_gpt(
 
 
 def _local_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
-    hybrid = any(compat.linear_attention_layers(config))
+    hybrid = any(linear_attention_layers(config))
     if config.num_moe_experts is None and not hybrid:
         return _layer_spec(config)
     plain = copy.copy(config)

@@ -39,6 +39,9 @@ class Sections:
     Args:
         config: NeMo RL's config as plain mappings.
         driver: whose config it is.
+
+    Raises:
+        RecipeError: see :meth:`at`.
     """
 
     def __init__(self, config: Mapping[str, Any], driver: Driver) -> None:
@@ -53,8 +56,23 @@ class Sections:
         return {p: section[BLOCK] for p, section in given.items() if section.get(BLOCK) is not None}
 
     def at(self, path: str) -> Mapping[str, Any]:
-        """The section at a dotted path, see :func:`section_at`."""
-        return section_at(self.config, path)
+        """Return the section at a dotted path; empty where it is missing or null.
+
+        Raises:
+            RecipeError: a value stands in the place of the section or of one above it.
+        """
+        found: Any = self.config
+        parts = [part for part in path.split(".") if part]
+        for number, part in enumerate(parts, 1):
+            found = found.get(part)
+            if found is None:
+                return {}
+            if not isinstance(found, Mapping):
+                raise RecipeError(
+                    f"'{'.'.join(parts[:number])}' is {found!r}, not a section with keys; correct "
+                    "the config."
+                )
+        return found
 
     @property
     def sends_kv_scales(self) -> bool:
@@ -72,26 +90,6 @@ class Sections:
         """Whether the experts of a model are spread over several engines."""
         experts = self.vllm.get("expert_parallel_size") or 1
         return bool(experts > (self.vllm.get("tensor_parallel_size") or 1))
-
-
-def section_at(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the section of a config at a dotted path; empty where it is missing or null.
-
-    Raises:
-        RecipeError: a value stands in the place of the section or of one above it.
-    """
-    found: Any = config
-    parts = [part for part in path.split(".") if part]
-    for number, part in enumerate(parts, 1):
-        found = found.get(part)
-        if found is None:
-            return {}
-        if not isinstance(found, Mapping):
-            raise RecipeError(
-                f"'{'.'.join(parts[:number])}' is {found!r}, not a section with keys; correct the "
-                "config."
-            )
-    return found
 
 
 def block_path(section: str) -> str:

@@ -12,8 +12,17 @@ from typing import Any, Literal
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
-from nemo_rl_ext.config import checks, drivers
-from nemo_rl_ext.config.drivers import ARGUMENTS, BLOCK, GUARD, LOSS, MEGATRON, QUANTIZATION, VLLM
+from nemo_rl_ext.config import checks
+from nemo_rl_ext.config.drivers import (
+    ARGUMENTS,
+    BLOCK,
+    GUARD,
+    LOSS,
+    MEGATRON,
+    QUANTIZATION,
+    VLLM,
+    check_places,
+)
 from nemo_rl_ext.config.exact import require_both_sections
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.keys import Sections, block_path, has_fp8_kv, kv_dtype
@@ -57,14 +66,13 @@ _OF_TRAINING: tuple[Rule, ...] = tuple(
 )
 
 
-def read(config: Mapping[str, Any], driver: drivers.Driver) -> RunPlan | None:
+def read(sections: Sections) -> RunPlan | None:
     """Read and check the keys, and make the plan of the run; nothing is changed.
 
     The model is not looked at: see :func:`nemo_rl_ext.config.model_pins.check_model`.
 
     Args:
-        config: NeMo RL's config as plain mappings.
-        driver: whose config it is.
+        sections: of NeMo RL's config.
 
     Returns:
         None where the config has no ``fp8rl`` key at all.
@@ -74,9 +82,8 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> RunPlan | None:
             upstream's key.
         UnsupportedError: an upstream key that fp8rl does not serve.
     """
-    drivers.check_places(config, driver)
-    sections = Sections(config, driver)
-    blocks = sections.blocks
+    driver, blocks = sections.driver, sections.blocks
+    check_places(sections.config, driver)
     copies = {
         path: sections.at(path)[BLOCK]
         for path in ("", ARGUMENTS)

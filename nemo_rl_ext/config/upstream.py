@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, PLAN, QUANTIZATION, VLLM, Driver
-from nemo_rl_ext.config.keys import section_at
+from nemo_rl_ext.config.keys import Sections
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.model_pins import check_model, model_spec
 from nemo_rl_ext.config.plan import RunPlan
@@ -37,20 +37,19 @@ def prepare(config: Any, driver: Driver, require: Callable[[str], None]) -> RunP
         RecipeError, UnsupportedError, ModelError: see :func:`nemo_rl_ext.config.merge.read` and
             :func:`nemo_rl_ext.config.model_pins.check_model`; nothing has been changed then.
     """
-    plain = config.model_dump()
+    sections = Sections(config.model_dump(), driver)
     # Of the run whose checkpoint kept this config.
-    if PLAN in section_at(plain, "policy"):
+    if PLAN in sections.policy:
         del config.policy[PLAN]
-    if section_at(plain, LOSS).get(PLAN) is not None:
+    if sections.loss.get(PLAN) is not None:
         setattr(config.loss_fn, PLAN, None)
-    plan = read(plain, driver)
+    plan = read(sections)
     if plan is None:
         return None
-    policy = section_at(plain, "policy")
-    plan, _ = check_model(plan, policy, model_spec(policy))
+    plan, _ = check_model(plan, sections.policy, model_spec(sections.policy))
     require(plan.where)
     hand_over(plan, config)
-    if plain.get(BLOCK) is not None:
+    if sections.config.get(BLOCK) is not None:
         setattr(config, BLOCK, plan.recipe.to_dict())  # the copies stay equal
     logger.info("fp8rl: recipe of this run: %s", plan.recipe.to_dict())
     for note in plan.notes:

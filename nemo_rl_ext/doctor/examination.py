@@ -90,7 +90,7 @@ def examine(request: ConfigRequest) -> Diagnosis:
     found: list[Section] = []
     notes: list[str] = []
     try:
-        plan = read(config, driver)
+        plan = read(sections)
         if plan is not None:
             refuse_wrong_kinds(sections, SIZES)
             model, pins = model_spec(sections.policy, folder, offline=True), None
@@ -142,7 +142,7 @@ def rollout_recipe(file: Path) -> Recipe:
         RecipeError: no block for the rollouts, or a bad key.
         UnsupportedError: a config of no driver, or a key that the driver would refuse.
     """
-    plan = read(*load_run(file))
+    plan = read(Sections(*load_run(file)))
     if plan is None or VLLM not in plan.sections:
         raise RecipeError(
             f"'{file}' has no '{block_path(VLLM)}', the recipe of its rollouts; add it, or give a "

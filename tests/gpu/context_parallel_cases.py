@@ -12,12 +12,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnMaskType
 
 from fp8rl.kv_scales import scale_name
-from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl.kv.cache import KVCacheInTraining
 from megatron_fp8rl.testing.launch import join
 from megatron_fp8rl.testing.models import build_gpt
 from support.attention import causal_attention, fake_quantized
 from support.megatron import dense
+from support.numeric import relative_error
 
 LENGTH, BATCH, HEADS, GROUPS, SIZE = 256, 2, 4, 2, 128
 SCALES = {"k": 0.0061, "v": 0.0047}  # both clip a few values

@@ -433,12 +433,12 @@ def test_transformer_engines_spec_has_the_bits_of_the_local_one(world_of_one, dt
 
     from fp8rl import Recipe
     from fp8rl.kv_scales import scale_names
-    from fp8rl.testing.numeric import relative_error
     from megatron_fp8rl import convert
     from megatron_fp8rl.export import export_hf, load_hf
     from megatron_fp8rl.kv.cache import KVCacheInTraining
     from megatron_fp8rl.layers.exact import ExactNorm
     from megatron_fp8rl.testing.models import build_gpt
+    from support.numeric import relative_error
 
     shape: dict[str, Any] = {
         "vocab_size": 512,

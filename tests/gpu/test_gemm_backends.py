@@ -12,7 +12,7 @@ import torch
 from fp8rl.gemm import BackendChoice, GemmShape, builtin_backends
 from fp8rl.gemm.table import DIRECTIONS, table_row
 from fp8rl.numerics import Operand, Quantized, quantize_operand, quantize_weight
-from fp8rl.testing.numeric import relative_error
+from support.numeric import relative_error
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)

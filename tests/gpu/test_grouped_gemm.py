@@ -14,7 +14,7 @@ from fp8rl.numerics import (
     quantize_weights,
     row_alignment,
 )
-from fp8rl.testing.numeric import relative_error
+from support.numeric import relative_error
 from support.shapes import SPLITS
 
 if not torch.cuda.is_available():

@@ -14,10 +14,10 @@ pytest.importorskip("megatron.core")
 
 from fp8rl.gemm import BackendChoice, GemmBackend, GemmShape, builtin_backends
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
-from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl.export.layout import RowLayout, plain_layout, qkv_layout
 from megatron_fp8rl.layers.linear import Call, Fp8State, fp8_linear
 from megatron_fp8rl.layers.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
+from support.numeric import relative_error
 
 GPU = torch.device("cuda")
 BACKENDS = [b for b in builtin_backends() if b.name != "reference"]

@@ -34,7 +34,6 @@ from fp8rl.gemm import DeepGemmBackend, GroupedShape
 from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import Pins
-from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.hf_names import module_names
@@ -47,6 +46,7 @@ from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.launch import launch
 from support.attention import causal_attention, fake_quantized
 from support.fused_swiglu import compare_with_separate
+from support.numeric import relative_error
 from support.processes import environment
 
 pytestmark = pytest.mark.usefixtures("world_of_one")

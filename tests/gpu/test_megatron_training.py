@@ -15,13 +15,13 @@ pytest.importorskip("megatron.core")
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager, Recipe
-from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import convert
 from megatron_fp8rl.kv.observers import QKVObserver
 from megatron_fp8rl.layers.linear_modules import weights_of
 from megatron_fp8rl.testing.models import build_gpt
 from nemo_rl_ext.workers.kept_codes import KeptCodes
 from support.megatron import Trainer, losses
+from support.numeric import relative_error
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 

@@ -21,6 +21,7 @@ pytest.importorskip("vllm")
 from fp8rl import Recipe
 from fp8rl.errors import RefitError
 from fp8rl.kv_scales import scale_name
+from support.gaps import gap
 from support.gpu_engine import (
     LAYERS,
     QUICK,
@@ -34,7 +35,6 @@ from support.gpu_engine import (
     start_engine,
 )
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.testing.hf_reference import gap
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ pytest.importorskip("vllm")
 from fp8rl import Recipe
 from fp8rl.recipe import KVCache
 from support.gpu_engine import PROMPTS, Rollout, check_through_refits, refit_tensors, start_engine
+from support.tiny import make_family_checkpoint
 from support.wrong_tensors import changed_checkpoint, nearer, wrong_tensors
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.hf_reference import load_reference
-from vllm_fp8rl.testing.tiny import make_family_checkpoint
 
 RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
 SHAPE: dict[str, Any] = {

@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, ScaleError
 from fp8rl.numerics import quantize_block
+from support.gaps import gap, observed_kv_scales
 from support.gpu_engine import (
     PROMPTS,
     QUICK,
@@ -29,7 +30,6 @@ from support.wrong_tensors import slope
 from vllm_fp8rl.calibration import calibrate_kv_scales
 from vllm_fp8rl.kv.scales import kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
-from vllm_fp8rl.testing.hf_reference import gap, observed_kv_scales
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 

@@ -22,7 +22,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
 import vllm_fp8rl
-from vllm_fp8rl.testing.tiny import make_checkpoint
+from support.tiny import make_checkpoint
 
 BACKENDS = ("deep_gemm", "cutlass", "triton")
 # Rows that no tile divides; output features that only Triton takes, or DeepGEMM and Triton.

@@ -30,9 +30,9 @@ from support.gpu_engine import (
     start_engine,
 )
 from support.mla import ALL, RECIPE
+from support.tiny import make_mla_checkpoint
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.hf_reference import load_reference
-from vllm_fp8rl.testing.tiny import make_mla_checkpoint
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 512,

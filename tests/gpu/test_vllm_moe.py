@@ -42,10 +42,10 @@ from support.gpu_engine import (
     refit_tensors,
     start_engine,
 )
+from support.tiny import make_moe_checkpoint
 from vllm_fp8rl.kernels.moe.settings import set_activation_scales
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.storage.experts import MATRICES, ExpertGrids, ExpertLayout, empty_stacks
-from vllm_fp8rl.testing.tiny import make_moe_checkpoint
 
 log = logging.getLogger(__name__)
 

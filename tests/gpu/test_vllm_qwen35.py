@@ -32,10 +32,10 @@ from support.gpu_engine import (
     expected_logprobs,
     start_engine,
 )
+from support.tiny import make_qwen35_checkpoint
 from support.towers import TEXT_ONLY
 from vllm_fp8rl.calibration import calibrate_kv_scales
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.testing.tiny import make_qwen35_checkpoint
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 512,

@@ -15,8 +15,8 @@ from fp8rl.plugins.adapters import Compared, ExactRequest
 pytest.importorskip("vllm")
 
 from megatron_fp8rl.testing.exact_replay import _Rows, compare, trainer
+from support.tiny import make_family_checkpoint
 from vllm_fp8rl.commands.exact_record import record
-from vllm_fp8rl.testing.tiny import make_family_checkpoint
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_hidden_layers": 3}
 ATTENTION = ("qkv_proj", "q_norm", "k_norm", "rotary_emb (q)", "rotary_emb (k)", "attn", "o_proj")

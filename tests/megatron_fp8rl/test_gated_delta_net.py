@@ -18,17 +18,18 @@ from fp8rl.kv_scales import next_scales, scale_name
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache, Pins
-from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import conversion_of, convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.hf_names import module_names
 from megatron_fp8rl.kv.cache import KVCacheInTraining
 from megatron_fp8rl.kv.observers import QKVObserver
+from support.gaps import gap
 from support.gated_delta_net import token_by_token
 from support.megatron import convert_alone, hf_gpt, logprobs, prompts
+from support.numeric import relative_error
 from support.processes import run_ranks
-from vllm_fp8rl.testing.hf_reference import gap, load_reference
-from vllm_fp8rl.testing.tiny import make_qwen35_checkpoint
+from support.tiny import make_qwen35_checkpoint
+from vllm_fp8rl.testing.hf_reference import load_reference
 
 RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
 UNQUANTIZED = Recipe(rollout=False, training=False, kv_cache=RECIPE.kv_cache)

@@ -18,7 +18,7 @@ from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.kv.observers import QKVObserver
 from support.megatron import convert_alone, hf_gpt, prompts
 from support.mla import ALL, PUBLISHED, RECIPE, SHAPES
-from vllm_fp8rl.testing.tiny import make_mla_checkpoint
+from support.tiny import make_mla_checkpoint
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 

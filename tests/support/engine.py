@@ -29,7 +29,7 @@ from fp8rl import Recipe
 from fp8rl.kv_scales import scale_name, scale_names
 from fp8rl.numerics import quantize_block
 from support.no_torchvision import without_torchvision
-from vllm_fp8rl.testing.tiny import make_checkpoint as make_checkpoint
+from support.tiny import make_checkpoint as make_checkpoint
 
 # Where another test has imported torch already, the variable above comes too late, and an engine in
 # a process of its own, which reads it, would sum in another order.

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fp8rl.numerics import reference
-from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl.layers import linear
+from support.numeric import relative_error
 
 FUSED = ("quantize_swiglu", "quantize_swiglu_grad")
 Calls = list[tuple[str, torch.Size]]

@@ -27,10 +27,11 @@ class MasterConfig(BaseModel, extra="allow"):
 def planned(policy: dict[str, Any], driver: str = "grpo") -> dict[str, Any]:
     """Return section ``policy`` with the plan that the driver makes of its blocks."""
     from nemo_rl_ext.config.drivers import DRIVERS, PLAN
+    from nemo_rl_ext.config.keys import Sections
     from nemo_rl_ext.config.merge import read
 
     loss = {"use_importance_sampling_correction": True}
-    plan = read({"policy": policy, "loss_fn": loss}, DRIVERS[driver])
+    plan = read(Sections({"policy": policy, "loss_fn": loss}, DRIVERS[driver]))
     return policy if plan is None else {**policy, PLAN: plan.to_dict()}
 
 

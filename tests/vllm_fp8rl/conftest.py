@@ -24,8 +24,8 @@ from support.engine import (
     make_checkpoint,
     start_engine,
 )
+from support.tiny import make_moe_checkpoint
 from vllm_fp8rl.compat import require_cpu_router
-from vllm_fp8rl.testing.tiny import make_moe_checkpoint
 
 PLAIN = KVCache(dtype="auto")
 KINDS = {

@@ -32,11 +32,11 @@ from megatron_fp8rl.testing.cpu_shim import CpuShim
 from support.engine import Engine
 from support.megatron import hf_gpt, one_process
 from support.processes import run_forked, run_ranks
+from support.tiny import make_family_checkpoint
 from vllm_fp8rl.compat import int8_pages_have_scales
 from vllm_fp8rl.kernels import exact
 from vllm_fp8rl.quantization.linear import few_words
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.testing.tiny import make_family_checkpoint
 
 RANKS = Path(__file__).with_name("exact_ranks.py")
 SHAPE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}

@@ -17,7 +17,7 @@ from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block, quantize_group
 from vllm_fp8rl import compat
 from vllm_fp8rl.kernels.linear.choice import CpuKernel
-from vllm_fp8rl.quantization import config, models
+from vllm_fp8rl.quantization import checks, config
 from vllm_fp8rl.quantization.config import Fp8RLConfig
 from vllm_fp8rl.refit.receiver.worker import has_refit_methods
 
@@ -96,9 +96,9 @@ def test_width_that_cannot_be_split():
             "num_attention_heads": 4,
         }
     )
-    models.check_widths(shape, 2, expert_parallel=False)
+    checks.check_widths(shape, 2, expert_parallel=False)
     with pytest.raises(UnsupportedError, match=r"gate_up_proj.*intermediate_size=328.*size=3"):
-        models.check_widths(shape, 3, expert_parallel=False)
+        checks.check_widths(shape, 3, expert_parallel=False)
 
 
 def engine_config(engine):

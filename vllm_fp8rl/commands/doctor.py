@@ -31,13 +31,13 @@ from fp8rl.reading import explain
 from vllm_fp8rl.compat import TESTED, installed_version
 from vllm_fp8rl.engine.rank_state import RankState
 from vllm_fp8rl.kernels.linear.choice import select_kernel
+from vllm_fp8rl.quantization.checks import check_widths
 from vllm_fp8rl.quantization.kv_cache import (
     FP8_KV_DTYPES,
     INT8_KV_DTYPE,
     check_backend,
     check_kv_cache_dtype,
 )
-from vllm_fp8rl.quantization.models import check_widths
 from vllm_fp8rl.refit.tensor_stream import BATCH_BYTES
 
 _NO_FP8_UNITS = "no FP8 units: a float32 product of dequantized codes"

@@ -21,40 +21,23 @@ from fp8rl.numerics import BLOCK
 from fp8rl.precision_report import precision_text
 from fp8rl.reading import near_miss
 from fp8rl.recipe import RECIPE_ENV
-from vllm_fp8rl.compat import (
-    expect_quantizing_loads,
-    require_cpu_router,
-    require_supported,
-    untested,
-)
+from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
 from vllm_fp8rl.engine.guard import RefitGuard
 from vllm_fp8rl.engine.hf_names import HfNames
-from vllm_fp8rl.engine.names import NAME, WEIGHT_TRANSFER_BACKENDS
+from vllm_fp8rl.engine.names import NAME
 from vllm_fp8rl.engine.rank_state import RankState
 from vllm_fp8rl.kernels.moe.settings import offer_expert_tiles, set_activation_scales
-from vllm_fp8rl.quantization.kv_connectors import check_connector
-from vllm_fp8rl.quantization.models import (
-    check_architecture,
-    check_cpu_scoring,
-    check_widths,
-)
+from vllm_fp8rl.quantization.checks import check_engine, check_vllm
 from vllm_fp8rl.refit.sender.client import Changes
 from vllm_fp8rl.warmup import KernelWarmup
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig, VllmConfig
-    from vllm.config.weight_transfer import WeightTransferConfig
-
-    from vllm_fp8rl.kernels.replaced_modules import ModuleReplacement
+    from vllm.config import VllmConfig
 
 # Under vLLM's name, so that its log level and format apply in every worker.
 logger = init_logger("vllm.fp8rl")
 
 SETTINGS_KEY = "fp8rl"
-_KV_NAMES = {"fp8": "fp8_e4m3"}  # vLLM's alias
-_DRAFT = "draft_model"
-_WITHOUT_A_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
-"""Methods of speculative decoding that look at tokens or at the model's own hidden states."""
 
 
 class Fp8RLConfig(QuantizationConfig):
@@ -261,105 +244,45 @@ def _refuse_lost_recipe(
 
 
 def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None, mapper: Any) -> RankState:
+    spec = ModelSpec.of(engine.model_config.hf_config)
+    recipe = read_recipe(engine.additional_config, of_model)
+    check_vllm(engine, spec, recipe)
+    # vLLM's layer modules are heavy: imported only where an engine is being built, and once the
+    # probes have found them.
+    from vllm_fp8rl.engine.sleep import watch
+    from vllm_fp8rl.kernels.replaced_modules import ModuleReplacement
     from vllm_fp8rl.patches.ledger import WORKER, install
 
-    spec = ModelSpec.of(engine.model_config.hf_config)
-    _probe(engine, spec)
     install(WORKER)
-    recipe = read_recipe(engine.additional_config, of_model)
-    parallel = engine.parallel_config
-    check_architecture(spec)
-    check_widths(
-        spec, parallel.tensor_parallel_size, expert_parallel=parallel.enable_expert_parallel
-    )
-    if engine.device_config.device_type == "cpu" and spec.experts:
-        require_cpu_router()
-        check_cpu_scoring(spec)
-    if engine.model_config.use_mla:
-        from vllm_fp8rl.quantization.mla import check_cpu, check_latent_cache
-
-        check_latent_cache(recipe.kv_cache.dtype)
-        if engine.device_config.device_type == "cpu":
-            check_cpu(spec)
-    _check_weight_transfer(engine.weight_transfer_config)
-    _check_adapters(engine)
-    _check_kv_cache(recipe, engine.cache_config, engine.model_config.dtype)
-    check_speculation(recipe.kv_cache.dtype, engine.speculative_config)
-    check_scale_source(engine.cache_config)
-    check_connector(engine.kv_transfer_config)
+    check_engine(engine, spec, recipe)
     if engine.device_config.device_type == "cuda" and recipe.rollout:
         set_activation_scales(recipe, experts=spec.experts > 0)
         if spec.experts and engine.lora_config is None:
             offer_expert_tiles()
     policy = PluginManager().pin_policy(recipe.pins, spec.names)
     if recipe.exact:
-        _check_exact(engine, policy, experts=spec.experts > 0)
+        from vllm_fp8rl.kernels.exact import check_exact, check_experts
+
+        check_exact(engine, policy)
+        if spec.experts:
+            check_experts(engine)
     if isinstance(engine.additional_config, dict):  # wherever it came from: part of vLLM's hash
         engine.additional_config[SETTINGS_KEY] = recipe.to_dict()
+    layers = engine.compilation_config.static_forward_context
+    guard = RefitGuard(layers)
+    watch(engine.model_config, guard)
     return RankState(
         recipe,
         policy,
         spec,
         dummy=engine.load_config.load_format == "dummy",
-        layers=engine.compilation_config.static_forward_context,
-        guard=_guard(engine),
+        layers=layers,
+        guard=guard,
         warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens),
-        replacement=_replacement(engine, recipe),
+        replacement=ModuleReplacement(engine, recipe),
         hf_names=HfNames(spec.names, mapper, spec.family.experts),
         shapes=Sizes(spec, ranks=1).beside_linears(),
     )
-
-
-def _probe(engine: VllmConfig, spec: ModelSpec) -> None:
-    """Refuse a vLLM that lacks what this engine relies on; warn once of one that was not tested."""
-    from vllm.config import CompilationMode
-
-    from vllm_fp8rl.patches.probes import require
-
-    device = engine.device_config.device_type
-    parts = {
-        "experts": spec.entry is None or spec.experts > 0,
-        "linear_attention": bool(spec.entry and spec.entry.linear_attention),
-        "mla": engine.model_config.use_mla,
-        "lora": engine.lora_config is not None,
-        "compiled": engine.compilation_config.mode != CompilationMode.NONE,
-        "sleep": engine.model_config.enable_sleep_mode,
-        "transfer": engine.weight_transfer_config is not None,
-    }
-    require({"worker", device, *(part for part, used in parts.items() if used)})
-    warning = untested(device)
-    if warning is not None:
-        logger.warning_once("%s", warning)
-
-
-def _replacement(engine: VllmConfig, recipe: Recipe) -> ModuleReplacement:
-    # vLLM's layer modules are heavy: imported only where an engine is being built.
-    from vllm_fp8rl.kernels.replaced_modules import ModuleReplacement
-    from vllm_fp8rl.patches.probes import require
-
-    if recipe.rope_dtype == "float32":
-        require({"rotary", engine.device_config.device_type})
-    return ModuleReplacement(engine, recipe)
-
-
-def _check_exact(engine: VllmConfig, policy: PinPolicy, *, experts: bool) -> None:
-    from vllm_fp8rl.patches.probes import require
-
-    parts = {"exact", "rotary", engine.device_config.device_type}
-    require(parts | {"experts"} if experts else parts)
-    from vllm_fp8rl.kernels.exact import check_exact, check_experts
-
-    check_exact(engine, policy)
-    if experts:
-        check_experts(engine)
-
-
-def _guard(engine: VllmConfig) -> RefitGuard:
-    from vllm_fp8rl.engine.sleep import watch
-
-    guard = RefitGuard(engine.compilation_config.static_forward_context)
-    watch(engine.model_config, guard)
-    return guard
 
 
 def _check_checkpoint(config: Mapping[str, Any]) -> None:
@@ -383,86 +306,6 @@ def _check_checkpoint(config: Mapping[str, Any]) -> None:
         raise UnsupportedError(
             f"The checkpoint has activation_scheme '{scheme}', but quantization='{NAME}' scales "
             "activations dynamically; load a BF16 checkpoint."
-        )
-
-
-def _check_weight_transfer(chosen: WeightTransferConfig | None) -> None:
-    if chosen is None or chosen.backend in WEIGHT_TRANSFER_BACKENDS:
-        return
-    raise UnsupportedError(
-        f"The weight-transfer backend '{chosen.backend}' takes an incomplete update for a complete "
-        f"one, or writes BF16 into FP8 storage; with quantization='{NAME}' set it to one of "
-        f"{sorted(WEIGHT_TRANSFER_BACKENDS)} (the trainer's side of 'fp8rl_nccl' is vLLM's 'nccl')."
-    )
-
-
-def _check_adapters(engine: VllmConfig) -> None:
-    if engine.lora_config is not None and engine.load_config.load_format == "dummy":
-        raise UnsupportedError(
-            "enable_lora needs the weights of a checkpoint, because weights cannot be refitted "
-            "under adapters; set load_format to 'auto', or start the engine without enable_lora."
-        )
-
-
-def _check_kv_cache(recipe: Recipe, cache: CacheConfig, model_dtype: torch.dtype) -> None:
-    wanted, engine_dtype = recipe.kv_cache.dtype, cache.cache_dtype
-    actual = _KV_NAMES.get(engine_dtype, engine_dtype)
-    if actual == str(model_dtype).removeprefix("torch."):
-        actual = "auto"
-    if actual != wanted:
-        raise RecipeError(
-            f"The recipe has kv_cache.dtype '{wanted}', but the engine was started with "
-            f"kv_cache_dtype '{engine_dtype}'; make them equal, e.g. with "
-            "LLM(..., **vllm_fp8rl.engine_args(recipe))."
-        )
-    if wanted != "auto" and cache.kv_cache_dtype_skip_layers:
-        reason = (
-            "trainers send KV scales of every layer, and attend over FP8 K and V in every layer"
-            if recipe.kv_cache.has_scales
-            else "layers with pages of two sizes have not been run"
-        )
-        raise UnsupportedError(
-            f"kv_cache_dtype_skip_layers={cache.kv_cache_dtype_skip_layers} keeps layers out of "
-            f"the KV cache of 8 bits, but {reason}; leave it empty, or set kv_cache.dtype to "
-            "'auto'."
-        )
-
-
-def check_speculation(cache_dtype: str, speculation: Any) -> None:
-    """Refuse a draft model whose layers would have a KV cache of 8 bits that fp8rl does not know.
-
-    Its layers are no part of the model that is refitted, so they have neither scales nor fp8rl's
-    attention: their cache would stay at scale 1.0.
-
-    Args:
-        cache_dtype: ``kv_cache.dtype`` of the recipe.
-        speculation: vLLM's ``SpeculativeConfig``, or None.
-
-    Raises:
-        UnsupportedError: names the method of speculation.
-    """
-    if speculation is None or cache_dtype == "auto" or speculation.method in _WITHOUT_A_CACHE:
-        return
-    # EAGLE's and MTP's layers have not been run under fp8rl, whatever the cache.
-    cache = "set kv_cache.dtype to 'auto' in the recipe, " if speculation.method == _DRAFT else ""
-    raise UnsupportedError(
-        f"speculative_config has the method '{speculation.method}', whose layers keep a KV cache "
-        f"of their own, without scales of fp8rl's '{cache_dtype}'; {cache}take the method 'ngram', "
-        "which has no layers, or leave speculative_config out."
-    )
-
-
-def check_scale_source(cache: Any) -> None:
-    """Raise UnsupportedError where vLLM would compute KV scales from the first batch.
-
-    Args:
-        cache: vLLM's ``CacheConfig``; 0.32 has no such setting any more.
-    """
-    if getattr(cache, "calculate_kv_scales", False):
-        raise UnsupportedError(
-            "calculate_kv_scales overwrites the KV scales that a checkpoint or a refit brought "
-            "with those of the first batch; leave it off, and use "
-            "vllm_fp8rl.calibration.calibrate_kv_scales."
         )
 
 

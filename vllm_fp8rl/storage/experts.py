@@ -99,21 +99,14 @@ class ExpertLayout:
         """The same without ``.weight``."""
         return f"{self.name}.{expert}.{self.names.leaves[MATRICES.index(matrix)]}"
 
-    def rows_of(
-        self, stack: torch.Tensor, local: int, matrix: Matrix, block: int = 1
-    ) -> torch.Tensor:
-        """Rows of a local expert's matrix in a stack, without padding rows.
+    def part_of(self, stack: torch.Tensor, matrix: Matrix, block: int = 1) -> torch.Tensor:
+        """Rows of a matrix of every local expert in a stack, without padding rows.
 
         Args:
             stack: ``w13`` or ``w2``, or their scales.
-            local: number of the expert on this rank.
-            matrix: which of its matrices.
+            matrix: which of an expert's matrices.
             block: weight rows to a row of the stack: 128 for scales.
         """
-        return self.part_of(stack, matrix, block)[local]
-
-    def part_of(self, stack: torch.Tensor, matrix: Matrix, block: int = 1) -> torch.Tensor:
-        """The same rows of every local expert."""
         if matrix == "w2":
             return stack
         first = 0 if matrix == "w1" else self.padded // block
@@ -298,7 +291,7 @@ class PlainExperts:
         check_plain_dtype(tensor, name)
         part = narrow(tensor, layout.shard(matrix), name, layout.columns(matrix))
         stack = self._storage(stack_of(matrix))
-        layout.rows_of(stack, layout.local[expert], matrix).copy_(part)
+        layout.part_of(stack, matrix)[layout.local[expert]].copy_(part)
         self._missing.discard((expert, matrix))
 
 

@@ -2,15 +2,12 @@
 
 The model runs in float32 with fake quantization: values are quantized and dequantized wherever the
 engine stores or multiplies FP8, that is weights in blocks, activations in groups, K and V with one
-scale per tensor. Everything else is transformers' own code. Its eager and SDPA attention, under the
-same fake quantization, show how far rounding alone separates logprobs: a difference in the last bit
-of a float32 sometimes flips an FP8 code, and the flip spreads.
+scale per tensor. Everything else is transformers' own code.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.export import wire_scale_name
-from fp8rl.kv_scales import Role, scale_name
+from fp8rl.kv_scales import scale_name
 from fp8rl.models.families import EXPERTS, Experts
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import (
@@ -39,9 +36,6 @@ from fp8rl.numerics.reference import quantize_block, quantize_group  # no kernel
 from fp8rl.recipe import ScaleFormat
 
 Attention = Literal["eager", "sdpa"]
-FLIPPED = 1e-4
-"""Difference of a logprob in nats: a hundred times the error of float32 rounding, and a hundredth
-of the error of one flipped code."""
 
 
 @dataclass(frozen=True)
@@ -79,38 +73,6 @@ class Reference:
             batch = torch.tensor([list(prompts[i]) for i in numbers])
             parts |= dict(zip(numbers, self.teacher_forced_logprobs(batch), strict=True))
         return torch.cat([parts[i] for i in range(len(prompts))])
-
-
-@dataclass(frozen=True)
-class Gap:
-    """Absolute differences between two vectors of logprobs, in nats."""
-
-    mean: float
-    p99: float
-    max: float
-    flipped: float
-    """Share of positions above :data:`FLIPPED`, where an earlier FP8 code was rounded otherwise."""
-
-    def within(self, floor: Gap, factor: float) -> bool:
-        """Return whether mean and flipped share are at most ``factor`` times those of ``floor``.
-
-        The share of flipped positions is the sharper test. Flips make the mean heavy-tailed, and
-        high quantiles measure the size of one flip, which a wrong scale hardly changes. An error in
-        the numerics of any layer moves nearly every position, while correct engines agree to
-        float32 rounding on all but a few.
-        """
-        return self.mean <= factor * floor.mean and self.flipped <= factor * floor.flipped
-
-
-def gap(a: torch.Tensor, b: torch.Tensor) -> Gap:
-    """Return statistics of ``|a - b|``."""
-    difference = (a.double() - b.double()).abs()
-    return Gap(
-        mean=difference.mean().item(),
-        p99=difference.quantile(0.99).item(),
-        max=difference.max().item(),
-        flipped=(difference > FLIPPED).double().mean().item(),
-    )
 
 
 def load_reference(
@@ -218,50 +180,6 @@ def _first_matrix(stack: str, experts: Experts) -> str:
     """Return the HF name of the first expert's gate, by transformers' name of all experts."""
     block = stack.replace(".mlp.", f".{experts.block}.")  # transformers has one name for all
     return f"{block}.0.{experts.leaves[0]}"
-
-
-def noise_floor(
-    path: str | os.PathLike[str],
-    recipe: Recipe,
-    prompts: Sequence[Sequence[int]],
-    *,
-    kv_scales: Mapping[str, float] | None = None,
-) -> Gap:
-    """Return the gap between transformers' eager and SDPA attention, equally fake-quantized."""
-    eager, sdpa = (
-        load_reference(path, recipe, kv_scales=kv_scales, attention=name).many(prompts)
-        for name in ("eager", "sdpa")
-    )
-    return gap(eager, sdpa)
-
-
-def observed_kv_scales(
-    path: str | os.PathLike[str],
-    recipe: Recipe,
-    prompts: Sequence[Sequence[int]],
-    *,
-    device: str = "cpu",
-) -> dict[str, float]:
-    """Return scales for the largest |K| and |V| of the prompts, with the recipe's margin."""
-    model = load_reference(path, recipe, device=device).model
-    roles: tuple[Role, ...] = ("k", "v")
-    amax: dict[tuple[int, Role], float] = {}
-    for prompt in prompts:
-        cache = DynamicCache(config=model.config)
-        with torch.no_grad():
-            model(
-                torch.tensor([list(prompt)], device=device), past_key_values=cache, use_cache=True
-            )
-        for layer, stored in enumerate(cache.layers):
-            if not hasattr(stored, "keys"):  # the state of linear attention
-                continue
-            for role, tensor in zip(roles, (stored.keys, stored.values), strict=True):
-                amax[layer, role] = max(amax.get((layer, role), 0.0), tensor.abs().max().item())
-    factor = recipe.kv_cache.margin / E4M3_MAX
-    return {
-        scale_name(layer, role): 2.0 ** math.ceil(math.log2(value * factor))
-        for (layer, role), value in amax.items()
-    }
 
 
 class _FakeQuantCache(DynamicCache):

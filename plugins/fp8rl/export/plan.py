@@ -84,21 +84,18 @@ def plan_export(
         )
     try:
         spec = _served_spec(checkpoint, config)
-    except Fp8RLError as error:
-        raise _together(checkpoint, [*problems, error]) from None
-    is_scale = {name: place_of(name) is not None for name in stored}
-    problems += problems_of_scales([name for name in stored if not is_scale[name]])
-    scales: dict[str, float] = {}
-    try:
-        if kv_scales is None:
-            held = {n: f for n, path in stored.items() if n in (f := sources[path]).tensors}
-            found = one_value_each({name: held[name] for name in held if is_scale[name]})
-        else:
-            found = read_scales(kv_scales)
-        scales = served_scales(found, spec, recipe)
-    except Fp8RLError as error:
-        problems.append(error)
-    try:
+        is_scale = {name: place_of(name) is not None for name in stored}
+        problems += problems_of_scales([name for name in stored if not is_scale[name]])
+        scales: dict[str, float] = {}
+        try:
+            if kv_scales is None:
+                held = {n: f for n, path in stored.items() if n in (f := sources[path]).tensors}
+                found = one_value_each({name: held[name] for name in held if is_scale[name]})
+            else:
+                found = read_scales(kv_scales)
+            scales = served_scales(found, spec, recipe)
+        except Fp8RLError as error:
+            problems.append(error)
         policy = (plugins or PluginManager(discover=False)).pin_policy(recipe.pins, spec.names)
     except Fp8RLError as error:
         raise _together(checkpoint, [*problems, error]) from None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,10 @@ def folder_tensors(folder: Path) -> dict[str, Path] | None:
         ModelError: a file is missing, cannot be read, or is not whole.
     """
     single = folder / "model.safetensors"
-    try:
+    with _readable(folder):
         if (files := read_index(folder)) is not None:
             return files
         return dict.fromkeys(WeightFile(single).tensors, single) if _is_there(single) else None
-    except OSError as error:
-        raise _unreadable(folder, error) from None
 
 
 def read_index(folder: Path) -> dict[str, Path] | None:
@@ -139,10 +138,8 @@ def folder_config(folder: Path) -> dict[str, Any]:
             what kind of model it is has a wrong type.
     """
     file = folder / "config.json"
-    try:
+    with _readable(folder):
         values = _read_object(file)
-    except OSError as error:
-        raise _unreadable(folder, error) from None
     text = values.get("text_config")
     for key, where in (("model_type", values), ("text_config.model_type", text)):
         kind = where.get("model_type") if isinstance(where, dict) else None
@@ -157,11 +154,16 @@ def folder_config(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _unreadable(folder: Path, error: OSError) -> ModelError:
-    return ModelError(
-        f"'{error.filename or folder}' cannot be read ({error.strerror or error}); give "
-        "the folder of a Hugging Face model on this machine."
-    )
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """A region in which a file of the folder that cannot be read is a ModelError."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(
+            f"'{error.filename or folder}' cannot be read ({error.strerror or error}); give "
+            "the folder of a Hugging Face model on this machine."
+        ) from None
 
 
 def folder_spec(folder: Path, values: Mapping[str, Any] | None = None) -> ModelSpec:

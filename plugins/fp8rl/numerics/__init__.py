@@ -29,8 +29,8 @@ Triton kernels on a GPU. Both give the same codes and scales, bit for bit.
 ======================= ==========================================================================
 """
 
-from fp8rl.numerics.amax import amax_into
 from fp8rl.numerics.dispatch import (
+    amax_into,
     dequantize_block,
     dequantize_group,
     fake_quantize_int8_kv,

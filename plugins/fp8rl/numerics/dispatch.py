@@ -50,8 +50,6 @@ def quantize_block(
     w: torch.Tensor,
     block: tuple[int, int] = BLOCK,
     scale_format: ScaleFormat = "fp32",
-    *,
-    out: Quantized | None = None,
 ) -> Quantized:
     """Quantize a weight in blocks.
 
@@ -60,19 +58,16 @@ def quantize_block(
             padded with zeros.
         block: number of rows and columns of a block.
         scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
-        out: contiguous tensors on ``w``'s device to write to instead of new ones.
 
     Returns:
         codes ``float8_e4m3fn [N, K]`` contiguous, scale_inv ``float32 [ceil(N/128), ceil(K/128)]``,
         both without autograd.
 
     Raises:
-        UnsupportedError: wrong dtype, rank or scale format, or an ``out`` that does not fit.
+        UnsupportedError: wrong dtype, rank or scale format.
     """
     check_source(w, ndim=2, scale_format=scale_format)
-    if out is not None:
-        check_out(out, w, block)
-    return implementation(w).quantize_block(w.detach(), block, scale_format, out)
+    return implementation(w).quantize_block(w.detach(), block, scale_format)
 
 
 def quantize_blocks(
@@ -84,8 +79,8 @@ def quantize_blocks(
     """Apply :func:`quantize_block` to many weights, into given tensors, one launch for each shape.
 
     Args:
-        jobs: pairs ``(w, out)`` as for :func:`quantize_block`, all on one device; no two may write
-            to the same memory.
+        jobs: pairs ``(w, out)``: a weight as for :func:`quantize_block`, and contiguous tensors to
+            write to, all on one device; no two may write to the same memory.
         block: number of rows and columns of a block.
         scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
         stacks: more weights on that device, with the stacks of matrices to write to.
@@ -375,6 +370,28 @@ def _check_halves(h: torch.Tensor, scale_format: ScaleFormat) -> None:
             f"A tensor of shape {tuple(h.shape)} has no halves of equal width, gate and up; give "
             "both side by side."
         )
+
+
+def amax_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise each element of ``out`` to the amax of its tensor, if that is larger.
+
+    On a GPU one launch serves three tensors; it does not synchronize, does not allocate and can be
+    captured in a CUDA graph. Views whose rows are equally far apart are read in place.
+
+    Args:
+        out: float32 ``[len(tensors)]``, contiguous, without negative numbers. A tensor with a NaN
+            gives NaN, and NaN stays NaN.
+        tensors: floating point, any shapes and strides; an empty tensor changes nothing.
+
+    Raises:
+        UnsupportedError: ``out`` has another dtype, shape or stride.
+    """
+    if out.dtype != torch.float32 or out.shape != (len(tensors),) or not out.is_contiguous():
+        raise UnsupportedError(
+            f"The amaxes of {len(tensors)} tensors need a contiguous float32 output of shape "
+            f"({len(tensors)},), not {out.dtype} of {tuple(out.shape)}."
+        )
+    implementation(out, "amax").amax_into(out, tensors)
 
 
 def dequantize_block(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fp8rl.gemm import GroupedBackend, GroupedShape, ReferenceBackend
 from fp8rl.gemm.deep_gemm import _stacks
 from fp8rl.numerics import ExpertRows, Quantized, quantize_grouped, quantize_weights
-from fp8rl.testing.numeric import relative_error
+from support.numeric import relative_error
 
 CPU = torch.device("cpu")
 OUT, IN = 136, 200

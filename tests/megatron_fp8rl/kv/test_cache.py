@@ -11,11 +11,11 @@ from transformers import Qwen3Config
 from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import fake_quantize_int8_kv
-from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl.kv.cache import KVCacheInTraining
 from megatron_fp8rl.kv.observers import QKVObserver
 from megatron_fp8rl.testing.models import build_gpt
 from support.attention import causal_attention, fake_quantized, int8_rounded
+from support.numeric import relative_error
 
 LAYERS, HEADS, GROUPS, SIZE, LENGTH = 3, 4, 2, 64, 16
 CONFIG = Qwen3Config(

@@ -11,12 +11,12 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl.layers.linear import Link
 from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.models import build_gpt
 from support.fused_swiglu import Calls, spy_on_swiglu
 from support.megatron import convert_alone, dense, losses, moe
+from support.numeric import relative_error
 
 pytestmark = pytest.mark.usefixtures("mcore")
 

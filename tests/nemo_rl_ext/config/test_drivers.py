@@ -13,7 +13,7 @@ import pytest
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
 from nemo_rl_ext.config.drivers import DRIVERS, Driver, check_places, driver_of, find, meant
-from nemo_rl_ext.config.keys import READERS
+from nemo_rl_ext.config.keys import READERS, Sections
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.config.upstream import prepare
@@ -208,7 +208,7 @@ def test_null_is_no_key() -> None:
     block = {"kv_cache": {"dtype": "auto"}}
     value = config(block, "policy.megatron_cfg", "policy.generation.vllm_cfg")
     put(value, "teacher.megatron_cfg.fp8rl", None)
-    keys = read(value, DRIVERS["distillation"])
+    keys = read(Sections(value, DRIVERS["distillation"]))
     assert keys is not None
     assert keys.recipe.rollout
     assert keys.recipe.training
@@ -273,7 +273,7 @@ def test_distillation_rolls_out_and_trains_its_student_in_fp8() -> None:
     sections = ("policy.megatron_cfg", "policy.generation.vllm_cfg")
     value = config({}, *sections)
     value["loss_fn"] = {"kl_type": "mixed"}  # no correction to ask for
-    keys = read(value, DRIVERS["distillation"])
+    keys = read(Sections(value, DRIVERS["distillation"]))
     assert keys is not None
     calibrates, attends = keys.notes[-2:]  # its refits carry no KV scales
     assert "vLLM calibrates them itself" in calibrates and "kv_cache.in_training false" in attends

@@ -16,6 +16,7 @@ from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
 from nemo_rl_ext.config.checks import KV_BACKENDS, MOE_BACKENDS
 from nemo_rl_ext.config.drivers import DRIVERS
+from nemo_rl_ext.config.keys import Sections
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.config.upstream import announce_kv_scales, prepare
@@ -75,7 +76,7 @@ def config(
 
 
 def recipe(block: dict[str, Any], overrides: str = "") -> Recipe:
-    keys = read(config(block, overrides), GRPO)
+    keys = read(Sections(config(block, overrides), GRPO))
     assert keys is not None
     return keys.recipe
 
@@ -140,7 +141,7 @@ def test_upstreams_keys_add_to_the_block() -> None:
     ],
 )
 def test_a_served_config_gives_its_recipe(overrides: str, expected: dict[str, Any]) -> None:
-    keys = read(config({}, overrides), GRPO)
+    keys = read(Sections(config({}, overrides), GRPO))
     assert keys is not None
     assert (keys.recipe, keys.notes) == (Recipe.from_dict(expected), ())
 
@@ -339,7 +340,7 @@ def test_a_wrong_config_is_refused_by_its_path(
     kind: type[Fp8RLError], driver: str, overrides: str, message: str
 ) -> None:
     with pytest.raises(kind) as raised:
-        read(config({}, overrides), DRIVERS[driver])
+        read(Sections(config({}, overrides), DRIVERS[driver]))
     assert message in str(raised.value)
 
 
@@ -398,7 +399,7 @@ def test_what_is_exact(overrides: str, caplog: pytest.LogCaptureFixture) -> None
 )
 def test_what_is_not_exact_is_refused_by_its_key(overrides: str, path: str) -> None:
     with pytest.raises(Fp8RLError) as raised:
-        read(config({}, EXACT + overrides), GRPO)
+        read(Sections(config({}, EXACT + overrides), GRPO))
     assert f"{path}'" in str(raised.value) and "exact" in str(raised.value)
 
 
@@ -539,7 +540,7 @@ UNTOLD = r"attends over K and V in its own dtype.*NeMo RL does not pass them bac
 def test_a_trainer_attends_over_the_rollouts_cache_where_it_can_and_says_where_not(
     driver: str, overrides: str, in_training: bool, notes: list[str]
 ) -> None:
-    keys = read(config({}, overrides), DRIVERS[driver])
+    keys = read(Sections(config({}, overrides), DRIVERS[driver]))
     assert keys is not None and keys.recipe.rollout
     assert keys.recipe.training == (DTENSOR not in notes)
     assert keys.recipe.kv_cache.in_training is in_training

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from nemo_rl_ext.config.drivers import DRIVERS, PLAN
+from nemo_rl_ext.config.keys import Sections
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.plan import RunPlan
 
@@ -26,7 +27,7 @@ def plan(
         "megatron_cfg": {"enabled": megatron, **ours},
     }
     loss = {"use_importance_sampling_correction": True}
-    found = read({"policy": policy, "loss_fn": loss}, DRIVERS[driver])
+    found = read(Sections({"policy": policy, "loss_fn": loss}, DRIVERS[driver]))
     assert found is not None
     return found
 

@@ -11,6 +11,7 @@ from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError
 from nemo_rl_ext.config.drivers import BLOCK, DRIVERS, GUARD, LOSS, MEGATRON, VLLM, check_places
 from nemo_rl_ext.config.guard import GuardConfig
+from nemo_rl_ext.config.keys import Sections
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.values import _MAPPINGS as MAPPINGS
 from nemo_rl_ext.config.values import KINDS
@@ -104,7 +105,7 @@ def test_no_value_of_a_key_that_is_read_ends_in_a_traceback(driver: str, megatro
                     put(given, place, given["loss_fn"][BLOCK])
             try:
                 check_places(given, DRIVERS[driver])
-                read(given, DRIVERS[driver])
+                read(Sections(given, DRIVERS[driver]))
             except Fp8RLError:
                 refused += 1
             except Exception as error:
@@ -144,10 +145,10 @@ def test_a_value_of_another_kind_is_refused_by_its_path(
     path: str, value: Any, message: str
 ) -> None:
     with pytest.raises(RecipeError, match=message) as raised:
-        read(config(**{path: value}), DRIVERS["grpo"])
+        read(Sections(config(**{path: value}), DRIVERS["grpo"]))
     assert path in str(raised.value)
 
 
 @pytest.mark.parametrize("path", [path for path, _, _ in KINDS])
 def test_null_counts_as_absent(path: str) -> None:
-    assert read(config(**{path: None}), DRIVERS["grpo"]) is not None
+    assert read(Sections(config(**{path: None}), DRIVERS["grpo"])) is not None

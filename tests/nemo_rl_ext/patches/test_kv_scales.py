@@ -15,7 +15,7 @@ from nemo_rl_ext.driver.run_state import RunState
 from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches import kv_scales
 from support.nemo_rl import planned
-from vllm_fp8rl.testing.tiny import make_checkpoint
+from support.tiny import make_checkpoint
 
 FOUND = {"layers": {"a": 0.5}, "outgrown": ["a"]}
 

@@ -13,7 +13,7 @@ import pytest
 from fp8rl.errors import RefitError
 from nemo_rl_ext.workers.in_flight import RefitInFlight
 from support.processes import answer, run_forked
-from vllm_fp8rl.testing.tiny import make_checkpoint
+from support.tiny import make_checkpoint
 
 SCRIPT = Path(__file__).with_name("in_flight_cases.py")
 LENGTH = 120

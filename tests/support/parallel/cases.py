@@ -61,8 +61,8 @@ def train(
     """A few FP8 optimizer steps; what this rank saw of them, on the CPU."""
     run = Run(topology, weights, device)
     assert run.conversion is not None
-    observer = QKVObserver(run.model, enabled=False)
     result: dict[str, Any] = {"int8": _loss_over_int8(run) if topology.has_int8 else None}
+    observer = QKVObserver(run.model)
     cache = KVCacheInTraining(run.model)
     result |= {
         "exported": _exported(run),
@@ -71,8 +71,7 @@ def train(
         "losses": [],
     }
     for step in range(STEPS):
-        with observer.observing(step == 0):
-            loss = run.forward_backward(step)
+        loss = run.forward_backward(step)
         if step == 0:
             result["amax"] = _by_name(observer)  # as scales they would be rounded
             scales = observer.scales(margin=1.0)

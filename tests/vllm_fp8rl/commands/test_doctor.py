@@ -18,9 +18,9 @@ from fp8rl.numerics import FP8_DTYPE
 from fp8rl.plugins.adapters import Diagnosis
 from support.engine import Engine
 from support.mla import RECIPE
+from support.tiny import make_mla_checkpoint
 from vllm_fp8rl import compat, hooks
 from vllm_fp8rl.commands import doctor
-from vllm_fp8rl.testing.tiny import make_mla_checkpoint
 
 SHAPE = {
     "vocab_size": 1024,

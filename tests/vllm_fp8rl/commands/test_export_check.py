@@ -26,19 +26,20 @@ from support.engine import (
     same_bits,
     start_engine,
 )
+from support.gaps import gap
 from support.no_torchvision import without_torchvision
 from support.teacher_forced import PROMPTS as PROMPTS_TO_SCORE
 from support.teacher_forced import vllm_logprobs
-from vllm_fp8rl.calibration import send_kv_scales
-from vllm_fp8rl.commands import export_check
-from vllm_fp8rl.commands.export_check import EngineJob, check_export, run_engines
-from vllm_fp8rl.compat import require_cpu_router
-from vllm_fp8rl.testing.hf_reference import gap, load_exported, load_reference
-from vllm_fp8rl.testing.tiny import (
+from support.tiny import (
     make_family_checkpoint,
     make_moe_checkpoint,
     make_qwen35_checkpoint,
 )
+from vllm_fp8rl.calibration import send_kv_scales
+from vllm_fp8rl.commands import export_check
+from vllm_fp8rl.commands.export_check import EngineJob, check_export, run_engines
+from vllm_fp8rl.compat import require_cpu_router
+from vllm_fp8rl.testing.hf_reference import load_exported, load_reference
 
 RECIPE = Recipe(pins=Pins(last=1))
 SCALES = {

@@ -20,7 +20,7 @@ from vllm.config import KVTransferConfig
 from support.engine import KV_SCALE, LAYERS, VOCAB, Engine, load_tensors
 from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.kv.scales import kv_scale_state
-from vllm_fp8rl.quantization.kv_connectors import check_connector
+from vllm_fp8rl.quantization.checks import check_connector
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
 from vllm_fp8rl.refit.receiver.worker import read_answer
 

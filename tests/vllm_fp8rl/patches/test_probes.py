@@ -26,7 +26,7 @@ from vllm_fp8rl.patches.probes import (
     _makes_scales,
     failures,
 )
-from vllm_fp8rl.quantization.config import _probe
+from vllm_fp8rl.quantization.checks import check_vllm
 
 NO_EXPERTS = {"worker", "client", "doctor", "compiled", "sleep", "transfer"}
 PAGE = Path(__file__).parents[3] / "docs" / "upgrading.md"
@@ -186,7 +186,8 @@ def test_an_untested_vllm_with_an_unrelated_change_runs_and_warns_once(
     monkeypatch.setattr(compat, "installed_version", lambda: "0.99.0+cpu")
     started = other_engine(checkpoints["a"], Recipe())
     spec = state_of(started.model).spec
-    _probe(started.llm.llm_engine.vllm_config, spec)  # as another engine of this process does
+    vllm_config = started.llm.llm_engine.vllm_config
+    check_vllm(vllm_config, spec, Recipe())  # as another engine of this process does
     assert len(started.greedy(PROMPTS)[0]) == 12
     (warning,) = (text for text in messages if "was not tested" in text)
     assert "vLLM 0.99.0+cpu was not tested with fp8rl on a CPU; 0.25.1, " in warning

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.processes import answer, run_forked
-from vllm_fp8rl.testing.tiny import make_moe_checkpoint
+from support.tiny import make_moe_checkpoint
 
 CODE = """
 import json

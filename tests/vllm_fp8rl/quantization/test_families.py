@@ -15,14 +15,15 @@ from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.models.families import kind_of
 from fp8rl.recipe import KVCache, Pins
 from support.engine import Engine, load_tensors
+from support.gaps import gap
 from support.mla import NATIVE_ROPE, ON_A_CPU
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
+from support.tiny import make_family_checkpoint
 from vllm_fp8rl.engine.rank_state import state_of
-from vllm_fp8rl.quantization import config
+from vllm_fp8rl.quantization import checks
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.receiver.inventory import Inventory
-from vllm_fp8rl.testing.hf_reference import Attention, gap, load_reference
-from vllm_fp8rl.testing.tiny import make_family_checkpoint
+from vllm_fp8rl.testing.hf_reference import Attention, load_reference
 
 pytestmark = pytest.mark.usefixtures("experts_on_a_cpu")
 
@@ -75,7 +76,7 @@ def test_equals_transformers_through_refits(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(config, "check_cpu_scoring", lambda config: None)
+    monkeypatch.setattr(checks, "check_cpu_scoring", lambda spec: None)
     paths = {
         name: make_family_checkpoint(tmp_path / name, seed, kind, **CASES[kind])
         for seed, name in enumerate("ab")
@@ -112,7 +113,7 @@ def test_norms_that_ranks_share_are_refitted_whole(
     moe_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MiniMax splits the norms of queries and keys over tensor-parallel ranks."""
-    monkeypatch.setattr(config, "check_cpu_scoring", lambda config: None)
+    monkeypatch.setattr(checks, "check_cpu_scoring", lambda spec: None)
     path = make_family_checkpoint(tmp_path, 0, "minimax_m2")
     engine, tensors = moe_engine(path, RECIPE), load_tensors(path)
     for layer, decoder in enumerate(engine.model.model.layers):

@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 from vllm_fp8rl.engine.guard import require_known_caches
 from vllm_fp8rl.kv.scales import kv_scale_state, missing_kv_scales, set_kv_scales
-from vllm_fp8rl.quantization.config import (
+from vllm_fp8rl.quantization.checks import (
     _check_kv_cache,
     check_scale_source,
     check_speculation,

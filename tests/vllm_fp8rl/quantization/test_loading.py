@@ -26,6 +26,11 @@ from fp8rl.recipe import KVCache
 from support.engine import KV_SCALE, LAYERS, PROMPTS, load_tensors, make_checkpoint, same_bits
 from support.lora import LORA
 from support.mla import ON_A_CPU
+from support.tiny import (
+    make_family_checkpoint,
+    make_mla_checkpoint,
+    make_qwen35_checkpoint,
+)
 from vllm_fp8rl.compat import require_cpu_router
 from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.kernels.linear.choice import CPU_CACHE_ENV
@@ -33,11 +38,6 @@ from vllm_fp8rl.quantization.config import Fp8RLConfig, read_recipe
 from vllm_fp8rl.quantization.linear import Fp8RLLinearMethod, RefitLinearMethod
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.receiver.inventory import Inventory
-from vllm_fp8rl.testing.tiny import (
-    make_family_checkpoint,
-    make_mla_checkpoint,
-    make_qwen35_checkpoint,
-)
 
 FUSED = {
     "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],

@@ -12,17 +12,17 @@ import torch
 from fp8rl import Recipe
 from fp8rl.recipe import KVCache
 from support.engine import PROMPTS
+from support.gaps import gap
 from support.mla import ALL, ON_A_CPU, SHAPES
 from support.processes import answer, run_forked
 from support.teacher_forced import vllm_logprobs
-from support.towers import TEXT_ONLY
-from vllm_fp8rl.compat import require_cpu_router
-from vllm_fp8rl.testing.hf_reference import gap
-from vllm_fp8rl.testing.tiny import (
+from support.tiny import (
     make_mla_checkpoint,
     make_moe_checkpoint,
     make_qwen35_checkpoint,
 )
+from support.towers import TEXT_ONLY
+from vllm_fp8rl.compat import require_cpu_router
 
 pytestmark = pytest.mark.slow
 

@@ -11,10 +11,10 @@ import torch
 from fp8rl import Recipe
 from fp8rl.numerics import dequantize_block, quantize_block
 from support.engine import PROMPTS, load_tensors, make_checkpoint
+from support.gaps import observed_kv_scales
 from support.processes import answer, run_forked
 from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 from vllm_fp8rl.storage.parameters import Fp8Scale, Fp8Weight, PlainWeight
-from vllm_fp8rl.testing.hf_reference import observed_kv_scales
 
 SCRIPT = Path(__file__).with_name("tp_refit.py")
 

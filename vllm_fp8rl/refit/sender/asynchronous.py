@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
@@ -31,7 +31,6 @@ from vllm_fp8rl.refit.sender.client import (
     refit_steps,
     require_emptied,
     send,
-    send_path,
 )
 from vllm_fp8rl.refit.tensor_stream import BATCH_BYTES
 
@@ -88,38 +87,6 @@ async def refit_async(
         ScaleError: a bad scale.
         UnsupportedError: an engine without the steps, or with several engine cores.
     """
-
-    return await _run(
-        engine,
-        lambda session: send(session, tensors, batch_bytes),
-        expect_kv_scales,
-        in_flight,
-        plugins,
-    )
-
-
-async def refit_async_from_files(
-    engine: AsyncLLM,
-    path: str,
-    *,
-    expect_kv_scales: bool,
-    in_flight: InFlight = "drain",
-    plugins: PluginManager | None = None,
-) -> RefitReport:
-    """Like :func:`refit_async`, from a safetensors file or a folder that every worker reads."""
-
-    return await _run(
-        engine, lambda session: send_path(session, path), expect_kv_scales, in_flight, plugins
-    )
-
-
-async def _run(
-    engine: AsyncLLM,
-    transfer: Callable[[str], Steps],
-    expect_kv_scales: bool,
-    in_flight: InFlight,
-    plugins: PluginManager | None,
-) -> RefitReport:
     if in_flight not in get_args(InFlight):
         raise RefitError(f"in_flight is '{in_flight}'; choose one of {get_args(InFlight)}.")
     workers = _AsyncWorkers(engine)
@@ -132,7 +99,8 @@ async def _run(
         pause = engine.pause_generation(mode=_PAUSE_MODES[in_flight], clear_cache=not keep_keys)
         await while_alive(engine, pause)
         session = workers.session
-        steps = refit_steps(session, expect_kv_scales, transfer(session), keep_keys=keep_keys)
+        transfer = send(session, tensors, batch_bytes)
+        steps = refit_steps(session, expect_kv_scales, transfer, keep_keys=keep_keys)
         counts = await _run_steps(engine, workers, steps)
     except BaseException as error:
         # Shielded: the task may be cancelled again, and half of this must not be left out.

@@ -153,20 +153,18 @@ def quantize_block(
     w: torch.Tensor,
     block: tuple[int, int],
     scale_format: ScaleFormat,
-    out: Quantized | None = None,
 ) -> Quantized:
     """See :func:`fp8rl.numerics.quantize_block`.
 
     Raises:
         UnsupportedError: a block side is no power of two.
     """
-    if out is None:
-        scale_inv = w.new_empty(
-            cdiv(w.shape[0], block[0]), cdiv(w.shape[1], block[1]), dtype=torch.float32
-        )
-        out = Quantized(torch.empty(w.shape, dtype=FP8_DTYPE, device=w.device), scale_inv)
-    _launch(w, *out, block, per_row=False, pow2=scale_format == "pow2")
-    return out
+    scale_inv = w.new_empty(
+        cdiv(w.shape[0], block[0]), cdiv(w.shape[1], block[1]), dtype=torch.float32
+    )
+    codes = torch.empty(w.shape, dtype=FP8_DTYPE, device=w.device)
+    _launch(w, codes, scale_inv, block, per_row=False, pow2=scale_format == "pow2")
+    return Quantized(codes, scale_inv)
 
 
 def quantize_group(x: torch.Tensor, group: int, scale_format: ScaleFormat) -> Quantized:

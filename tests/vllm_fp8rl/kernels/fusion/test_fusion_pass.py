@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
-from vllm_fp8rl.testing.tiny import make_checkpoint
+from support.tiny import make_checkpoint
 
 fusion_pass = pytest.importorskip("vllm_fp8rl.kernels.fusion.fusion_pass", reason="needs Triton")
 

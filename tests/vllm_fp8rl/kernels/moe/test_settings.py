@@ -16,6 +16,8 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import BLOCK
 from fp8rl.recipe import ActivationFormat
 from support.engine import register_model
+from support.tiny import make_checkpoint, make_moe_checkpoint
+from vllm_fp8rl.kernels import replaced_modules
 from vllm_fp8rl.kernels.moe.settings import (
     ACTIVATION_SCALES_ENV,
     TILES,
@@ -24,7 +26,6 @@ from vllm_fp8rl.kernels.moe.settings import (
     set_activation_scales,
 )
 from vllm_fp8rl.quantization import config
-from vllm_fp8rl.testing.tiny import make_checkpoint, make_moe_checkpoint
 
 POW2 = Recipe(activations=ActivationFormat(scale_format="pow2"))
 
@@ -92,10 +93,9 @@ def test_an_engine_on_a_gpu_sets_them(experts, adapters, rollout, offered, tmp_p
         str(path), dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True, max_model_len=64
     ).create_engine_config()
     monkeypatch.setattr(made.device_config, "device_type", "cuda")
-    monkeypatch.setattr(config, "_probe", lambda *_: None)  # of a GPU's internals
-    monkeypatch.setattr(config, "_check_adapters", lambda *_: None)
+    monkeypatch.setattr(config, "check_vllm", lambda *_: None)  # a GPU's internals
     # It watches the modules that are built next, which here are another test's.
-    monkeypatch.setattr(config, "_replacement", lambda *_: None)
+    monkeypatch.setattr(replaced_modules, "ModuleReplacement", lambda *_: None)
     if adapters:
         made.lora_config = SimpleNamespace()
     made.additional_config = {"fp8rl": {"rollout": rollout, "kv_cache": {"dtype": "auto"}}}

@@ -19,9 +19,9 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from fp8rl import Recipe
 from support.engine import PROMPTS, Engine, keep_process_groups, start_engine
 from support.processes import answer, run_forked
+from support.tiny import make_checkpoint
 from vllm_fp8rl.kernels.replaced_modules import ModuleReplacement
 from vllm_fp8rl.kernels.rounding.rotary import Float32Rotary, kept_reason, nearest_bf16
-from vllm_fp8rl.testing.tiny import make_checkpoint
 
 HEADS, SIZE, LENGTH = 3, 64, 200
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}

@@ -26,7 +26,7 @@ from fp8rl import Recipe
 from fp8rl.errors import RefitError
 from support.engine import KV_SCALE, PROMPTS, SCALES, load_tensors
 from vllm_fp8rl.refit.receiver.worker import RefitMixin
-from vllm_fp8rl.refit.sender.asynchronous import refit_async, refit_async_from_files
+from vllm_fp8rl.refit.sender.asynchronous import refit_async
 
 LONG = [7, 8, 9]
 LENGTH = 96
@@ -119,7 +119,7 @@ async def cases(engine: Any, root: Path) -> dict[str, object]:
     found["report"] = [report.tensors, report.kv_scales]
     found["b"] = await client.greedy()
     found["long_b"] = (await client.one(LONG, LENGTH))[0]
-    await refit_async_from_files(engine, str(root / "a"), expect_kv_scales=False)
+    await refit_async(engine, a.items(), expect_kv_scales=False)
     found["a_again"] = await client.greedy()
     found["long_a"] = (await client.one(LONG, LENGTH))[0]
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import ParallelConfig
 
 from fp8rl import Recipe
@@ -22,8 +23,8 @@ from vllm_fp8rl.refit.liveness import ended_by_death
 from vllm_fp8rl.refit.sender.asynchronous import (
     _AsyncWorkers,
     refit_async,
-    refit_async_from_files,
 )
+from vllm_fp8rl.refit.transport import place
 
 SCRIPT = Path(__file__).with_name("async_cases.py")
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -237,10 +238,11 @@ class EngineOfAConfig:
         return True
 
     async def collective_rpc(self, step: str, args: tuple[object, ...]) -> list[dict[str, Any]]:
-        if step == "fp8rl_refit_load_files" and self.breaks_off:
+        if step == "fp8rl_refit_load_batch" and self.breaks_off:
             return [{"value": None, "error": ("RefitError", "broken off")}]
         report = {"parameters": 1, "kv_scales": 0, "tensors": 1, "received_bytes": 1}
-        values = {"fp8rl_refit_finish": report, "fp8rl_refit_abort": True}
+        values: dict[str, Any] = {"fp8rl_refit_finish": report, "fp8rl_refit_abort": True}
+        values["fp8rl_refit_place"] = place()
         return [{"value": values.get(step), "error": None}]
 
 
@@ -252,7 +254,7 @@ def two() -> list[Any]:
 
 
 def refit_of(engine: Any) -> Any:
-    return refit_async_from_files(engine, "folder", expect_kv_scales=False)
+    return refit_async(engine, [("w", torch.zeros(1))], expect_kv_scales=False)
 
 
 def test_a_failed_refit_of_one_engine_outlives_a_complete_one_of_the_other(two):
