@@ -37,7 +37,7 @@ from fp8rl.kernels import (
 )
 from fp8rl.kernels.rotary_table import LLAMA3, cos_sin_table, inverse_frequencies
 from fp8rl.models.pins import PinPolicy
-from vllm_fp8rl.kernels.rounding.rotary import Float32Rotary, kept_reason
+from vllm_fp8rl.kernels.rounding import Float32Rotary, kept_reason
 
 
 @torch.library.custom_op("fp8rl::exact_norm", mutates_args=(), device_types=("cuda", "cpu"))

@@ -207,9 +207,7 @@ def _require_whole(
 
 @contextmanager
 def _shut(model: torch.nn.Module, guard: RefitGuard) -> Iterator[list[str]]:
-    """Close the model during a load; if the load breaks off, until its tensors have come again.
-
-    Those are all tensors of the model, or of the part of it that is loaded.
+    """Close the model during a load; if the load breaks off, until all tensors have come again.
 
     The model is closed before the first write, so that it stays closed wherever Ctrl-C comes.
 
@@ -230,11 +228,8 @@ def _shut(model: torch.nn.Module, guard: RefitGuard) -> Iterator[list[str]]:
             if was_open:
                 guard.open()
             guard.values.owed = owed
-        else:
-            if was_open or owed:  # else a refit closed the model, and may have written anywhere
-                guard.values.owed = _with_all_of(model, owed)
-            if was_open:
-                guard.close(f"{_BROKE_OFF} ({type(error).__name__})")
+        elif was_open:
+            guard.close(f"{_BROKE_OFF} ({type(error).__name__})")
         raise
     left = set() if was_open else _left(model, came, owed)
     if was_open or (owed != set() and left == set() and guard.session is None):
@@ -254,29 +249,17 @@ def _untouched(model: torch.nn.Module, came: list[str], error: BaseException) ->
     return isinstance(error, Fp8RLError) and entry.kind != "fused"
 
 
-def _with_all_of(model: torch.nn.Module, owed: set[str] | None) -> set[str] | None:
-    """The owed tensors, and all that a model or a part of one needs; by their names in the whole.
+def _left(model: torch.nn.Module, came: Iterable[str], owed: set[str] | None) -> set[str] | None:
+    """The tensors that must still come after these ones; None: all.
 
-    None stands for everything, of which a part knows only its own. A part without a prefix does
-    not know the names of its tensors in the whole, so that everything must come.
+    A part of a model, which knows its tensors by other names, pays nothing.
     """
     inventory = Inventory.of(model)
-    if inventory.prefix is None or (owed is None and inventory.prefix):
-        return None
-    return (owed or set()) | {
-        inventory.prefix + name for name, entry in inventory.entries.items() if entry.required
-    }
-
-
-def _left(model: torch.nn.Module, came: Iterable[str], owed: set[str] | None) -> set[str] | None:
-    """The tensors that must still come after these ones; None: all."""
-    left = _with_all_of(model, None) if owed is None else set(owed)
-    inventory = Inventory.of(model)
-    prefix = inventory.prefix
-    if left is None or prefix is None:
-        return left
+    if not inventory.whole:
+        return owed
+    left = set(inventory.required if owed is None else owed)
     for name in came:
         entry = inventory.entries.get(name)
         if entry is not None:
-            left -= {prefix + each for each in (name, *entry.covers)}
+            left -= {name, *entry.covers}
     return left

@@ -27,6 +27,7 @@ from vllm_fp8rl.storage.block_grid import (
     WriteBatch,
     chunk_elements,
     cut,
+    empty_storage,
     narrow,
 )
 from vllm_fp8rl.storage.parameters import check_plain_dtype
@@ -43,11 +44,6 @@ move it."""
 def stack_of(matrix: Matrix) -> str:
     """The parameter that holds a matrix of every expert."""
     return "w2_weight" if matrix == "w2" else "w13_weight"
-
-
-def scales_of(matrix: Matrix) -> str:
-    """The parameter that holds the scales of a matrix of every expert."""
-    return "w2_weight_scale_inv" if matrix == "w2" else "w13_weight_scale_inv"
 
 
 @dataclass(frozen=True)
@@ -99,21 +95,14 @@ class ExpertLayout:
         """The same without ``.weight``."""
         return f"{self.name}.{expert}.{self.names.leaves[MATRICES.index(matrix)]}"
 
-    def rows_of(
-        self, stack: torch.Tensor, local: int, matrix: Matrix, block: int = 1
-    ) -> torch.Tensor:
-        """Rows of a local expert's matrix in a stack, without padding rows.
+    def part_of(self, stack: torch.Tensor, matrix: Matrix, block: int = 1) -> torch.Tensor:
+        """Rows of a matrix of every local expert, without padding rows.
 
         Args:
             stack: ``w13`` or ``w2``, or their scales.
-            local: number of the expert on this rank.
-            matrix: which of its matrices.
+            matrix: which of an expert's matrices.
             block: weight rows to a row of the stack: 128 for scales.
         """
-        return self.part_of(stack, matrix, block)[local]
-
-    def part_of(self, stack: torch.Tensor, matrix: Matrix, block: int = 1) -> torch.Tensor:
-        """The same rows of every local expert."""
         if matrix == "w2":
             return stack
         first = 0 if matrix == "w1" else self.padded // block
@@ -123,14 +112,31 @@ class ExpertLayout:
         """Write zeros to what no weight fills."""
         if self.padded == self.intermediate:
             return
-        for first in (self.intermediate, self.padded + self.intermediate):
-            pad = w13[:, first : first + self.padded - self.intermediate]
+        gate, up = w13.split(self.padded, dim=1)
+        unused = slice(self.intermediate, None)
+        for pad in (gate[:, unused], up[:, unused], w2[:, :, unused]):
             (pad.view(torch.uint8) if pad.dtype == FP8_DTYPE else pad).zero_()
-        pad = w2[:, :, self.intermediate :]
-        (pad.view(torch.uint8) if pad.dtype == FP8_DTYPE else pad).zero_()
 
 
-class ExpertGrids:
+class _Matrices:
+    """What the writers of expert matrices have in common.
+
+    Args:
+        layout: which experts this rank holds, and how much of each.
+        storage: returns the live tensors.
+    """
+
+    def __init__(self, layout: ExpertLayout, storage: Storage) -> None:
+        self.layout = layout
+        self._storage = storage
+        self._missing = {(expert, matrix) for expert in layout.local for matrix in MATRICES}
+
+    def missing(self) -> list[str]:
+        """HF names of the local matrices that were never written."""
+        return [self.layout.hf_name(*key) for key in sorted(self._missing)]
+
+
+class ExpertGrids(_Matrices):
     """Writes expert matrices into the codes and scales of one layer, in any order.
 
     It stands for the grids of all matrices, and answers as one of them does
@@ -154,9 +160,8 @@ class ExpertGrids:
         device: torch.device,
         on_unpaired: Callable[[], None],
     ) -> None:
-        self.layout = layout
+        super().__init__(layout, storage)
         self.scale_format = scale_format
-        self._storage = storage
         self._device = device
         self._on_unpaired = on_unpaired
         self._shards = {matrix: layout.shard(matrix) for matrix in MATRICES}
@@ -167,7 +172,6 @@ class ExpertGrids:
             and (matrix != "w2" or layout.padded == layout.intermediate)
         }
         """The matrices whose weights are quantized together, each as it comes."""
-        self._missing = {(expert, matrix) for expert in layout.local for matrix in MATRICES}
         self._unpaired: dict[tuple[int, Matrix], BlockGrid] = {}
 
     def _grid(self, expert: int, matrix: Matrix) -> BlockGrid:
@@ -191,10 +195,6 @@ class ExpertGrids:
         """Raise RefitError while FP8 codes wait for their scales, or scales for their codes."""
         for grid in self._unpaired.values():
             grid.require_paired()
-
-    def missing(self) -> list[str]:
-        """HF names of the local matrices that were never written."""
-        return [self.layout.hf_name(*key) for key in sorted(self._missing)]
 
     def forget_unpaired(self) -> None:
         """Drop what an abandoned transfer left behind, before a new one begins."""
@@ -258,8 +258,8 @@ class ExpertGrids:
             self._unpaired[key] = grid
 
     def _live(self, matrix: Matrix) -> Quantized:
-        codes, scale_inv = self._storage(stack_of(matrix)), self._storage(scales_of(matrix))
-        part_of = self.layout.part_of
+        stack, part_of = stack_of(matrix), self.layout.part_of
+        codes, scale_inv = self._storage(stack), self._storage(f"{stack}_scale_inv")
         return Quantized(part_of(codes, matrix), part_of(scale_inv, matrix, BLOCK[0]))
 
     def _live_of(self, local: int, matrix: Matrix) -> Quantized:
@@ -267,22 +267,8 @@ class ExpertGrids:
         return Quantized(codes[local], scale_inv[local])
 
 
-class PlainExperts:
-    """Writes expert matrices into an unquantized layer.
-
-    Args:
-        layout: which experts this rank holds, without padding.
-        storage: returns the live ``w13_weight`` and ``w2_weight``.
-    """
-
-    def __init__(self, layout: ExpertLayout, storage: Storage) -> None:
-        self.layout = layout
-        self._storage = storage
-        self._missing = {(expert, matrix) for expert in layout.local for matrix in MATRICES}
-
-    def missing(self) -> list[str]:
-        """HF names of the local matrices that were never written."""
-        return [self.layout.hf_name(*key) for key in sorted(self._missing)]
+class PlainExperts(_Matrices):
+    """Writes expert matrices into an unquantized layer, whose storage has no scales."""
 
     @torch.no_grad()
     def load(
@@ -298,7 +284,7 @@ class PlainExperts:
         check_plain_dtype(tensor, name)
         part = narrow(tensor, layout.shard(matrix), name, layout.columns(matrix))
         stack = self._storage(stack_of(matrix))
-        layout.rows_of(stack, layout.local[expert], matrix).copy_(part)
+        layout.part_of(stack, matrix)[layout.local[expert]].copy_(part)
         self._missing.discard((expert, matrix))
 
 
@@ -341,47 +327,41 @@ class ExpertParameter(torch.nn.Parameter):
 
     grid: ExpertGrids | PlainExperts
     weight_loader: Callable[..., bool]
+    """Has the signature of vLLM's ``RoutedExperts.weight_loader``."""
 
     def __new__(
         cls, data: torch.Tensor, experts: ExpertGrids | PlainExperts, load: Callable[..., None]
     ) -> ExpertParameter:
+        local = experts.layout.local
+
+        def weight_loader(
+            param: torch.nn.Parameter,
+            loaded_weight: torch.Tensor,
+            weight_name: str,
+            shard_id: Matrix,
+            expert_id: int,
+            return_success: bool = False,
+        ) -> bool:
+            if expert_id not in local:
+                return False
+            load(expert_id, shard_id, loaded_weight)
+            return True
+
+        weight_loader.supports_moe_loading = True  # type: ignore[attr-defined] # read by vLLM
         parameter: Any = torch.Tensor._make_subclass(cls, data, False)
         parameter.grid = experts
-        parameter.weight_loader = _vllm_loader(experts.layout, load)
+        parameter.weight_loader = weight_loader
         return parameter
-
-
-def _vllm_loader(layout: ExpertLayout, load: Callable[..., None]) -> Callable[..., bool]:
-    """A function with the signature of vLLM's ``RoutedExperts.weight_loader``."""
-
-    def weight_loader(
-        param: torch.nn.Parameter,
-        loaded_weight: torch.Tensor,
-        weight_name: str,
-        shard_id: Matrix,
-        expert_id: int,
-        return_success: bool = False,
-    ) -> bool:
-        if expert_id not in layout.local:
-            return False
-        load(expert_id, shard_id, loaded_weight)
-        return True
-
-    weight_loader.supports_moe_loading = True  # type: ignore[attr-defined] # read by vLLM
-    return weight_loader
 
 
 def empty_stacks(layout: ExpertLayout) -> dict[str, torch.Tensor]:
     """Codes of zero and scales of one, on the default device."""
-    experts = len(layout.local)
     shapes = {
-        "w13_weight": (experts, 2 * layout.padded, layout.hidden),
-        "w2_weight": (experts, layout.hidden, layout.padded),
+        "w13_weight": (2 * layout.padded, layout.hidden),
+        "w2_weight": (layout.hidden, layout.padded),
     }
     stacks = {}
-    for name, (count, rows, columns) in shapes.items():
-        codes = torch.zeros(count, rows, columns, dtype=torch.uint8).view(FP8_DTYPE)
-        blocks = (count, cdiv(rows, BLOCK[0]), cdiv(columns, BLOCK[1]))
-        stacks[name] = codes
-        stacks[f"{name}_scale_inv"] = torch.ones(blocks, dtype=torch.float32)
+    for name, shape in shapes.items():
+        codes, scale_inv = empty_storage(len(layout.local), *shape)
+        stacks |= {name: codes, f"{name}_scale_inv": scale_inv}
     return stacks

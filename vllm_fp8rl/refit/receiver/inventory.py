@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -42,7 +42,6 @@ from vllm_fp8rl.storage.experts import (
     ExpertGrids,
     ExpertParameter,
     load_fused,
-    scales_of,
     stack_of,
 )
 from vllm_fp8rl.storage.parameters import Fp8Parameter, Fp8Scale, Fp8Weight, ShardedParameter
@@ -103,11 +102,8 @@ class Inventory:
         tied = {entry.alias_of for entry in unrouted.values() if entry.alias_of is not None}
         self.special = unrouted.keys() | tied
         """Names of tensors without a route, and of those that others are tied to."""
-        self.prefix = _prefix(model)
-        """What precedes these names in the whole model: empty if this is all of it; None for a part
-        none of whose layers knows its whole name, or whose names differ in the checkpoint."""
-        if self.prefix and state_of(model).hf_names.differ:
-            self.prefix = None
+        self.whole = _is_whole(model)
+        """Whether this is all of the engine's model, and not a part of it."""
         self.kv_scales = frozenset(required_kv_scales(model))
         """Names on the wire of the KV scales that generation needs."""
         self._scales = {
@@ -266,19 +262,13 @@ def require_one_stage() -> None:
         )
 
 
-def _prefix(model: torch.nn.Module) -> str | None:
-    """What precedes the paths of a part of a model, found by a layer that knows its whole name."""
+def _is_whole(model: torch.nn.Module) -> bool:
+    """Whether the layers' paths are the names that they have in the engine."""
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        for owner, attribute in ((module, "layer_name"), (method, "name")):
-            whole = getattr(owner, attribute, None)
-            if not isinstance(whole, str):
-                continue
-            if path and f".{whole}".endswith(f".{path}"):
-                return whole.removesuffix(path)
-            if not path and isinstance(module, VocabParallelEmbedding):
-                return f"{whole}."  # other layers have no names for their tensors without a parent
-    return None
+        if path and path in (getattr(module, "layer_name", None), getattr(method, "name", None)):
+            return True
+    return False
 
 
 def entries_of(model: torch.nn.Module) -> Iterator[tuple[str, Entry]]:
@@ -367,55 +357,36 @@ def _linear(
         shape = _shape(leaf, sum(rows), module.input_size)
         yield f"{path}.{leaf}", Entry(shape, name, kind, None, codes_fit=kind == "plain")
         return
+    matrices = iter(range(len(rows)))
     for index, (part, span) in enumerate(zip(parts, spans, strict=True)):
-        first = sum(spans[:index])
-        matrices = range(first, first + span)
         route: Route | None = None
-        fits = True
-        if isinstance(parameter, ShardedParameter) and len(parameter.partitions) == len(rows):
-            pieces = list(_pieces(parameter, [rows[i] for i in matrices], first, module.input_size))
+        fits, total, pieces = True, 0, []
+        for number in islice(matrices, span):
+            if isinstance(parameter, ShardedParameter) and len(parameter.partitions) == len(rows):
+                start, local_rows = parameter.partitions[number]
+                shard = parameter.shard(start, local_rows, (rows[number], module.input_size))
+                pieces.append(_Piece(total, shard))
+                if isinstance(parameter, Fp8Parameter):
+                    origin = (total + shard.origin[0], shard.origin[1])
+                    fits = fits and parameter.grid.codes_fit(start, origin)
+            total += rows[number]
+        if pieces:
             route = partial(_store, parameter, pieces)
-            if isinstance(parameter, Fp8Parameter):
-                fits = all(_fits(parameter, piece) for piece in pieces)
         elif span == 1 and not isinstance(parameter, ShardedParameter):  # a bias, or a router
             route = partial(_by_loader, parameter, _shard_ids(module)[index])
-        shape = _shape(leaf, sum(rows[i] for i in matrices), module.input_size)
+        shape = _shape(leaf, total, module.input_size)
         yield (
             ".".join(filter(None, (parent, part, leaf))),
             Entry(shape, name, kind, route, codes_fit=fits),
         )
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Rows of an HF weight that make one matrix of a fused layer."""
+class _Piece(NamedTuple):
+    """Rows of an HF weight, from ``first`` on, that make one matrix of a fused layer."""
 
     first: int
     shard: Shard
     """Where the matrix lies on this rank, and in these rows."""
-
-
-def _pieces(
-    parameter: ShardedParameter, rows: Sequence[int], index: int, columns: int
-) -> Iterator[_Piece]:
-    """The pieces of an HF weight.
-
-    Args:
-        parameter: parameter that holds them.
-        rows: rows of the HF weight for each matrix.
-        index: number of the first matrix in the layer.
-        columns: columns of the HF weight.
-    """
-    first = 0
-    for number, count in enumerate(rows, index):
-        start, local_rows = parameter.partitions[number]
-        yield _Piece(first, parameter.shard(start, local_rows, (count, columns)))
-        first += count
-
-
-def _fits(parameter: Fp8Parameter, piece: _Piece) -> bool:
-    row, column = piece.shard.origin
-    return parameter.grid.codes_fit(piece.shard.start, (piece.first + row, column))
 
 
 def _store(
@@ -429,10 +400,9 @@ def _store(
         parameter.store(pieces[0].shard, tensor, batch)
         return
     block = BLOCK[0] if isinstance(parameter, Fp8Scale) else 1
-    for piece in pieces:
-        first = piece.first // block
-        part = tensor[first : first + cdiv(piece.shard.full[0], block)]
-        parameter.store(piece.shard, part, batch)
+    for row, shard in pieces:
+        first = row // block
+        parameter.store(shard, tensor[first : first + cdiv(shard.full[0], block)], batch)
 
 
 def _experts(path: str, module: RoutedExperts) -> Iterator[tuple[str, Entry]]:
@@ -449,8 +419,8 @@ def _experts(path: str, module: RoutedExperts) -> Iterator[tuple[str, Entry]]:
             route = partial(experts.load, expert, matrix) if local else _leave_out
             yield name, Entry(shape, parameter, kind, route, local=local, codes_fit=fits)
             if quantized:
-                stack = f"{path}.{scales_of(matrix)}"
                 route = partial(experts.load_scales, expert, matrix) if local else _leave_out
+                stack = f"{parameter}_scale_inv"
                 entry = Entry(scales, stack, "scales", route, local=local, codes_fit=fits)
                 yield f"{name}_scale_inv", entry
     for leaf, matrices in layout.fused.items():
