@@ -31,10 +31,6 @@ class ModuleReplacement:
 
     Rotary embeddings of the language model with ``rope_dtype: float32``, SwiGLU on a GPU where
     nothing is compiled, and with ``exact`` norms and rotary embeddings, on a CPU SwiGLU too.
-
-    Args:
-        engine: configuration of the engine.
-        recipe: recipe of the engine.
     """
 
     def __init__(self, engine: VllmConfig, recipe: Recipe) -> None:

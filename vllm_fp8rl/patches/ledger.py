@@ -210,9 +210,6 @@ def install(patches: Iterable[Patch]) -> None:
     """Apply patches to the modules that this process has imported; check all before the first.
 
     Records without a replacement are only checked.
-
-    Raises:
-        UnsupportedError: see :meth:`Patch.check`.
     """
     loaded = [patch for patch in patches if patch.module in sys.modules]
     for patch, (owner, name, function) in [(patch, patch.check()) for patch in loaded]:

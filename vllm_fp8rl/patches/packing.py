@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm_fp8rl.engine.names import NAME
+from vllm_fp8rl.engine.names import uses_fp8rl
 
 
 def keep_unpacked(process: Callable[..., None]) -> Callable[..., None]:
@@ -19,9 +19,6 @@ def keep_unpacked(process: Callable[..., None]) -> Callable[..., None]:
     Only matrices of an engine of fp8rl on a CPU are kept; a packed convolution is one that vLLM's
     kernel needs. An embedding that serves as output projection too is one: vLLM would multiply with
     a packed copy of it, which no refit reaches.
-
-    Args:
-        process: of ``UnquantizedLinearMethod`` or ``UnquantizedEmbeddingMethod``.
     """
 
     def process_weights_after_loading(self: Any, layer: Any) -> None:
@@ -37,6 +34,4 @@ def _on_a_cpu_of_ours() -> bool:
     from vllm.config import get_current_vllm_config_or_none  # imported where an engine is built
 
     engine = get_current_vllm_config_or_none()
-    if engine is None or engine.quant_config is None:
-        return False
-    return engine.quant_config.get_name() == NAME and engine.device_config.device_type == "cpu"
+    return uses_fp8rl(engine) and engine.device_config.device_type == "cpu"

@@ -18,7 +18,7 @@ from vllm_fp8rl.compat import reported_name
 from vllm_fp8rl.engine.guard import RefitGuard
 from vllm_fp8rl.engine.rank_state import RankState, find_state, state_of
 from vllm_fp8rl.kv.observer import stop_observing
-from vllm_fp8rl.patches.reload import LayerwiseReload
+from vllm_fp8rl.patches.reload import Reload
 from vllm_fp8rl.refit.receiver.derived import require_nothing_derived
 from vllm_fp8rl.refit.receiver.inventory import Entry, Inventory, entries_of, require_fit
 from vllm_fp8rl.refit.tensor_stream import Named, pulled, scalars_on_host
@@ -62,15 +62,7 @@ def _load(
     walk: Walk,
     by_name: Callable[[str], bool],
 ) -> set[str]:
-    """Load tensors with the model closed, by the inventory where it has a route for each.
-
-    Raises:
-        UnsupportedError: see :func:`~vllm_fp8rl.refit.receiver.derived.require_nothing_derived`.
-        CheckpointError: see :func:`_require_whole`.
-        RefitError: a refit or another load is under way; an item that is no name with a plain
-            tensor; or see :meth:`vllm_fp8rl.engine.finite_weights.PlainValues.look`.
-        ScaleError: two names of one KV scale.
-    """
+    """Load tensors with the model closed, by the inventory where it has a route for each."""
     _WALKING.set(True)
     state = state_of(model)
     guard = state.guard
@@ -78,7 +70,7 @@ def _load(
         require_nothing_derived(model)
     if guard.loading:  # a refit session has checked them
         return walk(weights)
-    reload = guard.session if isinstance(guard.session, LayerwiseReload) else None
+    reload = guard.session if isinstance(guard.session, Reload) else None
     guard.require_free("load_weights", beside=reload)
     try:
         with guard.plain_load:
@@ -153,12 +145,7 @@ def _checked(
 
 
 def _check(weights: Sequence[Named], model: torch.nn.Module, entries: Mapping[str, Entry]) -> None:
-    """Check tensors before anything of them is written.
-
-    Raises:
-        RefitError: see :func:`require_fit` and
-            :meth:`vllm_fp8rl.engine.finite_weights.PlainValues.look`.
-    """
+    """Check tensors before anything of them is written."""
     for name, tensor in weights:
         if name in entries:
             require_fit(name, tensor, entries[name], model)
@@ -181,9 +168,6 @@ def _require_whole(
 
     vLLM checks unquantized models only, and would serve uninitialised memory. Where a checkpoint
     has names that the inventory does not know, a parameter counts as vLLM reports it.
-
-    Raises:
-        CheckpointError: a tensor is missing.
     """
     known = [(name, entries[name]) for name in came if name in entries]
     here = {each for name, entry in known for each in (name, *entry.covers)}

@@ -24,9 +24,6 @@ def keep_refittable(state: RankState) -> None:
     """Let loads reach the convolutions of a built model, which have a method of vLLM's.
 
     vLLM's kernel reads the packed weight, so every load packs it again.
-
-    Args:
-        state: state of this rank, whose model is complete but for the output projection.
     """
     for layer in list(state.layers.values()):
         for linear in layer.modules():

@@ -68,11 +68,7 @@ def chunk_elements(device: torch.device) -> int:
 
 
 def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch.Tensor:
-    """This rank's part of an HF weight, as a view.
-
-    Raises:
-        RefitError: the tensor does not have the HF shape.
-    """
+    """This rank's part of an HF weight, as a view; RefitError for a tensor of another shape."""
     if tensor.shape != shard.full:
         raise RefitError(
             f"'{name}' takes a tensor of shape {shard.full}, but got {tuple(tensor.shape)}; send "
@@ -321,7 +317,6 @@ class BlockGrid:
         """Write this rank's part of the scales of a whole HF weight that comes as FP8 codes.
 
         Args:
-            shard: as for :meth:`write`.
             scale_inv: ``[ceil(rows/128), ceil(columns/128)]`` of the whole HF weight.
             batch: not used; scales are copied now.
 
@@ -449,11 +444,6 @@ class BlockGrid:
 
 def check_scales(name: str, scale_inv: torch.Tensor, scale_format: ScaleFormat) -> None:
     """Check the scales of FP8 codes.
-
-    Args:
-        name: name of the tensor, for messages.
-        scale_inv: bfloat16, float16 or float32, any shape.
-        scale_format: scale format of the engine's weights.
 
     Raises:
         ScaleError: one is 0, negative, NaN or infinite, so large that a code times it is infinite,

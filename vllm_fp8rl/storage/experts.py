@@ -67,6 +67,15 @@ class ExpertLayout:
     """HF names of the matrices of this model's family."""
 
     @property
+    def stacks(self) -> dict[str, tuple[int, int, int]]:
+        """Shape of the parameter of each stack, ``[experts, rows, columns]``."""
+        experts = len(self.local)
+        return {
+            "w13_weight": (experts, 2 * self.padded, self.hidden),
+            "w2_weight": (experts, self.hidden, self.padded),
+        }
+
+    @property
     def fused(self) -> dict[str, tuple[Matrix, ...]]:
         """HF's tensors of all experts at once, ``[experts, rows, columns]``: what they hold."""
         return dict(zip(self.names.fused, (("w1", "w3"), ("w2",)), strict=True))
@@ -119,12 +128,7 @@ class ExpertLayout:
 
 
 class _Matrices:
-    """What the writers of expert matrices have in common.
-
-    Args:
-        layout: which experts this rank holds, and how much of each.
-        storage: returns the live tensors.
-    """
+    """What the writers of expert matrices have in common."""
 
     def __init__(self, layout: ExpertLayout, storage: Storage) -> None:
         self.layout = layout
@@ -207,13 +211,8 @@ class ExpertGrids(_Matrices):
 
         Args:
             expert: global number of the expert.
-            matrix: which of its matrices.
             tensor: the whole tensor, as in the HF checkpoint.
             batch: collects quantizations for later; None quantizes now.
-
-        Raises:
-            RefitError: another shape.
-            UnsupportedError: another dtype.
         """
         shard, stack = self._shards[matrix], self._stacks.get(matrix)
         alike = tensor.dtype in SOURCE_DTYPES and tensor.device == self._device
@@ -229,13 +228,7 @@ class ExpertGrids(_Matrices):
     def load_scales(
         self, expert: int, matrix: Matrix, scale_inv: torch.Tensor, batch: WriteBatch | None = None
     ) -> None:
-        """Take the whole ``weight_scale_inv`` of a local expert's matrix that comes as FP8 codes.
-
-        Raises:
-            RefitError: another shape.
-            ScaleError: a scale that is not positive and finite.
-            UnsupportedError: another dtype.
-        """
+        """Take the whole ``weight_scale_inv`` of a local expert's matrix that comes as codes."""
         shard = self._shards[matrix]
         self._by_grid(expert, matrix, BlockGrid.write_scales, shard, scale_inv, batch)
 
@@ -274,12 +267,7 @@ class PlainExperts(_Matrices):
     def load(
         self, expert: int, matrix: Matrix, tensor: torch.Tensor, batch: WriteBatch | None = None
     ) -> None:
-        """Copy an HF matrix of a local expert into place.
-
-        Raises:
-            RefitError: another shape.
-            UnsupportedError: not bfloat16, float16 or float32.
-        """
+        """Copy an HF matrix of a local expert into place."""
         layout, name = self.layout, self.layout.hf_name(expert, matrix)
         check_plain_dtype(tensor, name)
         part = narrow(tensor, layout.shard(matrix), name, layout.columns(matrix))
@@ -294,7 +282,6 @@ def load_fused(
     """Write HF's tensor of all experts at once.
 
     Args:
-        experts: what writes the matrices of one layer.
         leaf: a key of :attr:`ExpertLayout.fused`.
         tensor: ``[experts, rows, columns]``; the experts of other ranks are skipped.
         batch: collects quantizations for later.
@@ -356,12 +343,8 @@ class ExpertParameter(torch.nn.Parameter):
 
 def empty_stacks(layout: ExpertLayout) -> dict[str, torch.Tensor]:
     """Codes of zero and scales of one, on the default device."""
-    shapes = {
-        "w13_weight": (2 * layout.padded, layout.hidden),
-        "w2_weight": (layout.hidden, layout.padded),
-    }
     stacks = {}
-    for name, shape in shapes.items():
-        codes, scale_inv = empty_storage(len(layout.local), *shape)
+    for name, shape in layout.stacks.items():
+        codes, scale_inv = empty_storage(*shape)
         stacks |= {name: codes, f"{name}_scale_inv": scale_inv}
     return stacks

@@ -47,7 +47,6 @@ class _Fusion(VllmPatternReplacement):
     """A pattern and its replacement.
 
     Args:
-        pattern: what is fused.
         replacement: what takes its place, of the same arguments.
         arguments: dtype and shape of each argument that both are traced with.
     """

@@ -43,10 +43,6 @@ class CpuKernel:
     A dequantized weight that is kept between calls is never outdated, whoever writes to the
     parameters: each call compares the live codes and scales bit by bit with those that it was made
     from. The comparison reads 2 bytes per element, the GEMM 4.
-
-    Args:
-        recipe: scale format of the activations, and ``exact``.
-        keep: whether to keep the dequantized weight between calls.
     """
 
     backend = "cpu"
@@ -89,12 +85,6 @@ def select_kernel(
     device: torch.device, shape: GemmShape, recipe: Recipe, dtype: torch.dtype
 ) -> LinearKernel:
     """Return the kernel of one layer on one rank.
-
-    Args:
-        device: device of the weight.
-        shape: shape of the layer on this rank; ``tokens`` is 0, because any number will come.
-        recipe: scale formats.
-        dtype: dtype of the activations.
 
     Raises:
         UnsupportedError: no kernel serves the device or the shape; the message says why.

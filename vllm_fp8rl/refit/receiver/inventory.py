@@ -82,9 +82,6 @@ class Entry(NamedTuple):
 class Inventory:
     """What a refit must bring, and where it goes.
 
-    Args:
-        model: the live vLLM model of this rank.
-
     Raises:
         UnsupportedError: the engine serves LoRA adapters, or see
             :func:`~vllm_fp8rl.refit.receiver.derived.require_nothing_derived`.
@@ -301,17 +298,15 @@ def _tensors(
     """The HF tensors that make one parameter, with the engine's names of what precedes them.
 
     Args:
-        name: name of the parameter.
-        module: module that holds it.
-        parameter: the parameter.
-        fused: vLLM's table of fused modules.
         whole: shape of the HF tensor by the table of families; None for a linear's, and for a
             tensor that the table does not have.
     """
     # A router may have a bias for each expert beside its weight, which is a plain parameter.
     module_name, _, leaf = name.rpartition(".")
     if kind_of(module_name) == "conv1d":
-        yield name, Entry(_conv_shape(module), name, "plain", partial(_by_loader, parameter, ()))
+        conv: Any = module  # whose weight vLLM may keep packed
+        shape: tuple[int, ...] = (conv.output_size, 1, conv.input_size)
+        yield name, Entry(shape, name, "plain", partial(_by_loader, parameter, ()))
     elif isinstance(module, LinearBase) and leaf in _OF_LINEARS:
         yield from _linear(name, module, parameter, fused)
     elif isinstance(module, VocabParallelEmbedding):
@@ -351,7 +346,7 @@ def _linear(
         kind = "codes" if isinstance(parameter, Fp8Weight) else "scales"
     # vLLM's own table of a class may lack gate_up_proj where no layer of the config is dense.
     parts = fused.get(module_leaf) or FUSED.get(module_leaf) or [module_leaf]
-    rows = _rows(module)
+    rows, shard_ids = zip(*_matrices(module), strict=True)
     spans = [SPANS.get(part, 1) for part in parts]
     if sum(spans) != len(rows):  # fused in the checkpoint too, with blocks of its own
         shape = _shape(leaf, sum(rows), module.input_size)
@@ -373,7 +368,7 @@ def _linear(
         if pieces:
             route = partial(_store, parameter, pieces)
         elif span == 1 and not isinstance(parameter, ShardedParameter):  # a bias, or a router
-            route = partial(_by_loader, parameter, _shard_ids(module)[index])
+            route = partial(_by_loader, parameter, shard_ids[index])
         shape = _shape(leaf, total, module.input_size)
         yield (
             ".".join(filter(None, (parent, part, leaf))),
@@ -461,28 +456,15 @@ def _load_kv_scale(parameter: Any, tensor: torch.Tensor, batch: WriteBatch) -> N
     parameter.weight_loader(parameter, tensor, fill=batch.fill)
 
 
-def _conv_shape(conv: Any) -> tuple[int, int, int]:
-    """HF's shape of the weight of a causal convolution, which vLLM may keep packed."""
-    return conv.output_size, 1, conv.input_size
-
-
-def _rows(module: LinearBase) -> list[int]:
-    """Rows of each HF weight that makes a linear layer."""
+def _matrices(module: LinearBase) -> list[tuple[int, tuple[Any, ...]]]:
+    """List a linear layer's HF weights: rows, and the arguments by which vLLM's loader knows it."""
     if isinstance(module, QKVParallelLinear):
-        heads = (module.total_num_heads, module.total_num_kv_heads, module.total_num_kv_heads)
-        return [count * module.head_size for count in heads]
+        heads = {"q": module.total_num_heads}
+        heads |= dict.fromkeys("kv", module.total_num_kv_heads)
+        return [(count * module.head_size, (role,)) for role, count in heads.items()]
     if isinstance(module, MergedColumnParallelLinear):
-        return list(module.output_sizes)
-    return [module.output_size]
-
-
-def _shard_ids(module: LinearBase) -> list[tuple[Any, ...]]:
-    """The arguments by which vLLM's loader knows each HF tensor of a linear layer."""
-    if isinstance(module, QKVParallelLinear):
-        return [("q",), ("k",), ("v",)]
-    if isinstance(module, MergedColumnParallelLinear):
-        return [(index,) for index in range(len(module.output_sizes))]
-    return [()]
+        return [(rows, (index,)) for index, rows in enumerate(module.output_sizes)]
+    return [(module.output_size, ())]
 
 
 def _shape(leaf: str, rows: int, columns: int) -> tuple[int, ...]:
