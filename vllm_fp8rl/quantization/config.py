@@ -89,6 +89,12 @@ class Fp8RLConfig(QuantizationConfig):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state | {"changes": WeakKeyDictionary()}
 
+    def check_gates(self) -> None:
+        """Raise UnsupportedError if this vLLM lacks what request gates and refits' clients use."""
+        from vllm_fp8rl.patches.probes import require
+
+        require({"client"})
+
     def get_name(self) -> str:  # type: ignore[override]
         return NAME
 

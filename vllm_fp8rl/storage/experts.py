@@ -343,7 +343,7 @@ class ExpertParameter(torch.nn.Parameter):
 
 def empty_stacks(layout: ExpertLayout) -> dict[str, torch.Tensor]:
     """Codes of zero and scales of one, on the default device."""
-    stacks = {}
+    stacks: dict[str, torch.Tensor] = {}
     for name, shape in layout.stacks.items():
         codes, scale_inv = empty_storage(*shape)
         stacks |= {name: codes, f"{name}_scale_inv": scale_inv}

@@ -352,23 +352,24 @@ def _linear(
         shape = _shape(leaf, sum(rows), module.input_size)
         yield f"{path}.{leaf}", Entry(shape, name, kind, None, codes_fit=kind == "plain")
         return
+    sharded = parameter if isinstance(parameter, ShardedParameter) else None
     matrices = iter(range(len(rows)))
     for index, (part, span) in enumerate(zip(parts, spans, strict=True)):
         route: Route | None = None
         fits, total, pieces = True, 0, []
         for number in islice(matrices, span):
-            if isinstance(parameter, ShardedParameter) and len(parameter.partitions) == len(rows):
-                start, local_rows = parameter.partitions[number]
-                shard = parameter.shard(start, local_rows, (rows[number], module.input_size))
+            if sharded is not None and len(sharded.partitions) == len(rows):
+                start, local_rows = sharded.partitions[number]
+                shard = sharded.shard(start, local_rows, (rows[number], module.input_size))
                 pieces.append(_Piece(total, shard))
-                if isinstance(parameter, Fp8Parameter):
+                if isinstance(sharded, Fp8Parameter):
                     origin = (total + shard.origin[0], shard.origin[1])
-                    fits = fits and parameter.grid.codes_fit(start, origin)
+                    fits = fits and sharded.grid.codes_fit(start, origin)
             total += rows[number]
-        if pieces:
-            route = partial(_store, parameter, pieces)
-        elif span == 1 and not isinstance(parameter, ShardedParameter):  # a bias, or a router
+        if sharded is None and span == 1:  # a bias, or a router
             route = partial(_by_loader, parameter, shard_ids[index])
+        elif sharded is not None and pieces:
+            route = partial(_store, sharded, pieces)
         shape = _shape(leaf, total, module.input_size)
         yield (
             ".".join(filter(None, (parent, part, leaf))),

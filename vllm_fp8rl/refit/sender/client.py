@@ -89,9 +89,7 @@ class Changes:
             )
         changes = engine.vllm_config.quant_config.changes
         if engine not in changes:
-            from vllm_fp8rl.patches.probes import require  # vLLM's modules are heavy
-
-            require({"client"})
+            engine.vllm_config.quant_config.check_gates()
         return changes.setdefault(engine, cls())
 
     @property
