@@ -18,11 +18,10 @@ from typing import Any
 
 from fp8rl.errors import UnsupportedError
 from vllm_fp8rl.compat import remedy
-from vllm_fp8rl.patches.engine_core import reset_and_tell, rpc_unless_busy
-from vllm_fp8rl.patches.first_request import ask_before_first
 from vllm_fp8rl.patches.packing import keep_unpacked
 from vllm_fp8rl.patches.plain_loads import check_plain_loads
 from vllm_fp8rl.patches.reload import begin_layerwise, finish_layerwise, reload_in_place
+from vllm_fp8rl.patches.requests import ask_before_first, reset_and_tell, rpc_unless_busy
 
 _MARK = "fp8rl_patch"
 

@@ -277,7 +277,6 @@ class BlockGrid:
             kept.fill_(torch.nan)
         self._storage()[0][:, self.columns :].view(torch.uint8).zero_()
 
-    @torch.no_grad()
     def write(self, shard: Shard, tensor: torch.Tensor, batch: WriteBatch | None = None) -> None:
         """Write this rank's rows of a whole HF weight.
 
@@ -295,7 +294,7 @@ class BlockGrid:
         part = narrow(tensor, shard, f"{self.name}.weight", self.columns)
         if tensor.dtype == FP8_DTYPE:
             self._require_codes_fit(shard)
-            with self._in_order():
+            with torch.no_grad(), self._in_order():
                 rows = slice(shard.start, shard.start + shard.rows)
                 self._storage()[0][rows, : self.columns].copy_(part)
                 self._arrived(shard.start, "weight")
@@ -305,10 +304,13 @@ class BlockGrid:
                 f"'{self.name}' got a weight of dtype {tensor.dtype}; send bfloat16, float16, "
                 "float32, or float8_e4m3fn with its 'weight_scale_inv'."
             )
-        own = WriteBatch() if batch is None else batch
-        self._collect(shard.start, part, own)
-        if batch is None:
-            own.run()
+        if batch is not None:
+            self._collect(shard.start, part, batch)
+            return
+        own = WriteBatch()
+        with torch.no_grad():
+            self._collect(shard.start, part, own)
+        own.run()
 
     @torch.no_grad()
     def write_scales(
