@@ -223,7 +223,7 @@ def test_experts_of_any_width_have_equal_codes(width):
             if f"{name}_scale_inv" in stream:
                 grids.load_scales(expert, slot, stream[f"{name}_scale_inv"])
             held, stack = trainer[name.removesuffix(".weight")], stack_of(slot)
-            rows = layout.part_of(stacks[stack], slot)[expert, :, : held.codes.shape[1]]
+            rows = layout.part_of(stacks[stack], slot)[expert][:, : held.codes.shape[1]]
             scales = layout.part_of(stacks[f"{stack}_scale_inv"], slot, 128)[expert]
             assert torch.equal(rows.view(torch.uint8), held.codes.view(torch.uint8)), name
             assert torch.equal(scales, held.scale_inv), name

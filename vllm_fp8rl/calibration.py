@@ -82,11 +82,7 @@ def _named(scales: Mapping[str, float], what: str) -> dict[str, float]:
 
 
 def lacks_kv_scales(llm: LLM) -> bool:
-    """Whether a worker has an FP8 KV cache without all the scales that generation needs.
-
-    Raises:
-        UnsupportedError: see :func:`vllm_fp8rl.refit.refit`.
-    """
+    """Whether a worker has an FP8 KV cache without all the scales that generation needs."""
     return any(Workers(llm).call("fp8rl_missing_kv_scales"))
 
 
@@ -178,9 +174,6 @@ def _calibrated(
     """Run the prompts under observation until the scales found are those that were in use.
 
     Args:
-        llm: idle engine that takes no requests of others.
-        workers: workers of the engine.
-        prompts: see :func:`calibrate_kv_scales`.
         margin: factor on the magnitudes; None: that of the workers' recipe.
         scales: scales of the first run, 1 where there is none.
     """

@@ -85,11 +85,7 @@ def remedy() -> str:
 
 
 def untested(device: str) -> str | None:
-    """Return a warning if the installed release was not tested on a device.
-
-    Args:
-        device: type of the engine's device, ``cpu`` or ``cuda``.
-    """
+    """Return a warning if the installed release was not tested on a device, ``cpu`` or ``cuda``."""
     release = installed_version() or ""
     tested, where = (GPU_TESTED, "a GPU") if device == "cuda" else (TESTED, "a CPU")
     if release.split("+")[0] in tested:  # without the local part of a build, such as "+cpu"
@@ -172,11 +168,7 @@ def require_cpu_router() -> None:
 
 
 def one_class(found: Any) -> Any:
-    """Return the class of a MoE backend: 0.25.1 names it for BF16, later ones name a list.
-
-    Raises:
-        UnsupportedError: a list of none or several.
-    """
+    """Return the class of a MoE backend: 0.25.1 names it for BF16, later ones name a list."""
     if not isinstance(found, list):
         return found
     if len(found) != 1:

@@ -99,8 +99,7 @@ def test_an_engine_that_is_not_compiled_rounds_as_the_trainer(
     checkpoints: dict[str, Path],
 ) -> None:
     """Its SwiGLU, and with ``rope_dtype`` its rotation, in captured graphs."""
-    from vllm_fp8rl.kernels.rounding.rotary import Float32Rotary
-    from vllm_fp8rl.kernels.rounding.swiglu import RoundedOnceSiluAndMul
+    from vllm_fp8rl.kernels.rounding import Float32Rotary, RoundedOnceSiluAndMul
 
     recipe = Recipe(rope_dtype="float32")
     engine = start_engine(checkpoints["a"], recipe, **QUICK)

@@ -103,7 +103,7 @@ def test_rotation_in_float32(engine_config, parameters, neox):
     """vLLM's kernel with a float32 table, and Inductor's, are the formula of the CPU tests."""
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    from vllm_fp8rl.kernels.rounding.rotary import Float32Rotary
+    from vllm_fp8rl.kernels.rounding import Float32Rotary
 
     with set_current_vllm_config(engine_config), torch.device("cuda"):
         parameters = {"rope_theta": 1e6, **parameters}

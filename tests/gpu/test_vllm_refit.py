@@ -120,11 +120,11 @@ def test_shards_that_share_blocks_come_on_different_streams(seed) -> None:
                 if draw.random() < 0.5:
                     batch = WriteBatch()
                     with torch.no_grad():
-                        grid.load_source(start, buffer, batch)
+                        grid.write(grid.whole(start), buffer, batch)
                     torch.cuda._sleep(draw.choice([0, BUSY]))
                     batch.run()
                 else:
-                    grid.load_source(start, buffer)
+                    grid.write(grid.whole(start), buffer)
                 buffers.append(buffer)
     torch.cuda.synchronize()
     expected = quantize_block(whole.cpu())
@@ -148,18 +148,18 @@ def test_codes_and_scales_come_on_different_streams(seed) -> None:
             torch.cuda._sleep(draw.choice([0, BUSY]))
             if kind == "codes":
                 buffer = halves[i].codes.clone()
-                grid.load_codes(starts[i], buffer, (0, 0))
+                grid.write(grid.whole(starts[i]), buffer)
             else:
                 buffer = halves[i].scale_inv.clone()
-                grid.load_scales(starts[i], buffer, (0, 0))
+                grid.write_scales(grid.whole(starts[i]), buffer)
             torch.cuda.current_stream().synchronize()  # the acknowledgement
             buffer.view(torch.uint8).fill_(0xFF)
     torch.cuda.synchronize()
     host = empty_storage(328, 256)
     reference = BlockGrid("layer", lambda: host, rows, 256, "fp32")
     for i, half in enumerate(halves):
-        reference.load_codes(starts[i], half.codes.cpu(), (0, 0))
-        reference.load_scales(starts[i], half.scale_inv.cpu(), (0, 0))
+        reference.write(reference.whole(starts[i]), half.codes.cpu())
+        reference.write_scales(reference.whole(starts[i]), half.scale_inv.cpu())
     assert torch.equal(storage[0].view(torch.uint8).cpu(), host[0].view(torch.uint8))
     assert torch.equal(storage[1].cpu(), host[1])
 

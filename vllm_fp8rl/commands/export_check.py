@@ -132,10 +132,6 @@ def run_engines(jobs: Sequence[EngineJob], tokens: Sequence[Sequence[int]]) -> l
 
     The engines run one after the other, each in a process of its own, whose end frees its GPU
     memory.
-
-    Args:
-        jobs: engines to start.
-        tokens: prompts of one length.
     """
     found = []
     for job in jobs:

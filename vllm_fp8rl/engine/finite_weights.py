@@ -51,8 +51,8 @@ class PlainValues:
 
     def __init__(self) -> None:
         self.owed: set[str] | None = set()
-        """Tensors that must come again before the model may run, after a plain load that broke off,
-        by their names in the whole model; None: all of them."""
+        """HF names of the tensors that must come again before the model may run, after a plain load
+        that broke off; None: all of them."""
         self._limit: float | None = None
         self._bad: set[str] = set()
         self._queued: list[tuple[list[str], Callable[[], Sequence[bool]]]] = []

@@ -112,7 +112,6 @@ class RefitGuard:
         """Require that no weights are on their way into the model.
 
         Args:
-            what: what would begin now, as the subject of the error.
             beside: a session to which it belongs.
 
         Raises:
@@ -133,9 +132,6 @@ class RefitGuard:
     def stop_writing(self, what: str) -> None:
         """End the open session, because the weights go.
 
-        Args:
-            what: what takes them away, as the subject of the error.
-
         Raises:
             RefitError: a plain load is writing, which cannot be ended from outside.
         """
@@ -145,11 +141,7 @@ class RefitGuard:
             self.session.abandon(f"{what} took the weights away")
 
     def close(self, reason: str) -> None:
-        """Refuse every step.
-
-        Args:
-            reason: beginning of the error.
-        """
+        """Refuse every step, by an error that begins with ``reason``."""
         self._reason = reason
         self.recheck()
 
@@ -167,11 +159,7 @@ class RefitGuard:
         self.recheck()
 
     def outdate_cache(self, what: str) -> None:
-        """Refuse every step until the KV cache is emptied, unless no step has written to it.
-
-        Args:
-            what: description of what the cache may hold that no longer fits.
-        """
+        """Refuse every step until the KV cache is emptied, unless no step has written to it."""
         if self._cache_epoch is not None:
             self._outdated = what
             self.recheck()
@@ -251,13 +239,7 @@ class RefitGuard:
             )
 
     def check(self) -> None:
-        """Raise unless the model can run; vLLM's own dummy runs always may.
-
-        Raises:
-            RefitError: the weights are not those of one complete refit, or sleep; or the KV cache
-                may hold codes of other scales.
-            ScaleError: KV scales are missing.
-        """
+        """Raise RefitError or ScaleError unless the model can run; vLLM's dummy runs always may."""
         if self._ready or _is_dummy_run():
             return
         try:

@@ -39,11 +39,6 @@ class HfNames:
         for hf_name in modules:
             self._learn(hf_name)
 
-    @property
-    def differ(self) -> bool:
-        """Whether any module has another name in the engine than in the checkpoint."""
-        return any(name != hf_name for name, hf_name in self._known.items())
-
     def of(self, name: str) -> str:
         """Return the HF name of a module or parameter, by its name in the whole engine.
 

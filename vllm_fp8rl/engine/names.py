@@ -19,10 +19,6 @@ WEIGHT_TRANSFER_BACKENDS = {
 
 
 def uses_fp8rl(engine: Any) -> bool:
-    """Return whether an engine runs quantization ``fp8rl``.
-
-    Args:
-        engine: the engine's ``VllmConfig``, or None.
-    """
+    """Return whether the engine of a ``VllmConfig``, or of None, runs quantization ``fp8rl``."""
     quantization = None if engine is None else engine.quant_config
     return quantization is not None and quantization.get_name() == NAME

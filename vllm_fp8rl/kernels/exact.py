@@ -37,7 +37,7 @@ from fp8rl.kernels import (
 )
 from fp8rl.kernels.rotary_table import LLAMA3, cos_sin_table, inverse_frequencies
 from fp8rl.models.pins import PinPolicy
-from vllm_fp8rl.kernels.rounding.rotary import Float32Rotary, kept_reason
+from vllm_fp8rl.kernels.rounding import Float32Rotary, kept_reason
 
 
 @torch.library.custom_op("fp8rl::exact_norm", mutates_args=(), device_types=("cuda", "cpu"))
@@ -125,11 +125,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 class ExactRMSNorm(RMSNorm):
-    """RMS norm by the kernel that the trainer calls too.
-
-    Args:
-        norm: module of vLLM whose weight it takes.
-    """
+    """RMS norm by the kernel that the trainer calls too, over the weight of a module of vLLM."""
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__(norm.hidden_size, norm.variance_epsilon, dtype=norm.weight.dtype)
@@ -200,12 +196,7 @@ def unserved_rotation(rope: Any, engine: VllmConfig) -> str | None:
 
 
 def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
-    """Raise UnsupportedError if an engine has a place whose bits depend on the batch.
-
-    Args:
-        engine: configuration of an engine that is being built.
-        policy: which linear layers run in FP8.
-    """
+    """Raise UnsupportedError if an engine has a place whose bits depend on the batch."""
     model, parallel = engine.model_config, engine.parallel_config
     on_cpu = engine.device_config.device_type == "cpu"
     capability = current_platform.get_device_capability()
@@ -226,12 +217,7 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
             ("a Hopper GPU, of compute capability", tuple(capability or ()), (9, 0)),
             ("VLLM_USE_V2_MODEL_RUNNER", engine.use_v2_model_runner, True),
         ]
-    for what, value, good in needed:
-        if value != good:
-            raise UnsupportedError(
-                f"exact needs {what} {good!r} in the rollout engine, not {value!r}; change it, "
-                f"{REMEDY}"
-            )
+    _require(needed, "in the rollout engine")
     if model.hf_text_config.model_type not in EXACT_MODELS:
         raise UnsupportedError(
             f"exact serves model_type {', '.join(EXACT_MODELS)}, not "
@@ -243,6 +229,15 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
         _check_ranks(engine)
     if not on_cpu:
         _check_kernels(engine)
+
+
+def _require(needed: list[tuple[str, Any, Any]], where: str) -> None:
+    """Refuse a setting, of which each has its name, its value and the one that is needed."""
+    for what, value, good in needed:
+        if value != good:
+            raise UnsupportedError(
+                f"exact needs {what} {good!r} {where}, not {value!r}; change it, {REMEDY}"
+            )
 
 
 def _check_ranks(engine: VllmConfig) -> None:
@@ -263,13 +258,10 @@ def _check_ranks(engine: VllmConfig) -> None:
 def check_sums(engine: VllmConfig) -> None:
     """Refuse an all-reduce that rounds the sum of two parts in another way than once.
 
-    vLLM chooses among several by the size of a tensor, so that three sizes are compared. NCCL, of
-    which Megatron's is, adds two bfloat16 numbers in one rounding
+    All ranks call this. vLLM chooses among several by the size of a tensor, so that three sizes are
+    compared. NCCL, of which Megatron's is, adds two bfloat16 numbers in one rounding
     (``src/device/reduce_kernel.h``); so do vLLM's own (``csrc/custom_all_reduce.cuh``) and torch's
     symmetric memory (``CUDASymmetricMemory-inl.h``).
-
-    Args:
-        engine: configuration of an engine whose ranks all call this.
     """
     if engine.parallel_config.tensor_parallel_size == 1:
         return
@@ -301,12 +293,7 @@ def check_experts(engine: VllmConfig) -> None:
         ("enable_eplb", parallel.enable_eplb, False),
         ("kernel_config.moe_backend", engine.kernel_config.moe_backend, "auto"),
     ]
-    for what, value, good in needed:
-        if value != good:
-            raise UnsupportedError(
-                f"exact needs {what} {good!r} of a rollout engine with experts, not {value!r}; "
-                f"change it, {REMEDY}"
-            )
+    _require(needed, "of a rollout engine with experts")
 
 
 def _check_kernels(engine: VllmConfig) -> None:

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.kernels.rounding.rotary import Float32Rotary, kept_reason
+from vllm_fp8rl.kernels.rounding import Float32Rotary, RoundedOnceSiluAndMul, kept_reason
 
 logger = init_logger("vllm.fp8rl")
 
@@ -31,10 +31,6 @@ class ModuleReplacement:
 
     Rotary embeddings of the language model with ``rope_dtype: float32``, SwiGLU on a GPU where
     nothing is compiled, and with ``exact`` norms and rotary embeddings, on a CPU SwiGLU too.
-
-    Args:
-        engine: configuration of the engine.
-        recipe: recipe of the engine.
     """
 
     def __init__(self, engine: VllmConfig, recipe: Recipe) -> None:
@@ -131,6 +127,4 @@ class ModuleReplacement:
             from vllm_fp8rl.kernels.exact import ExactSiluAndMul
 
             return ExactSiluAndMul()
-        from vllm_fp8rl.kernels.rounding.swiglu import RoundedOnceSiluAndMul  # needs Triton
-
         return RoundedOnceSiluAndMul()

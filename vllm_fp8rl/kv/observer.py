@@ -27,12 +27,7 @@ _BEYOND = 16.0
 
 
 class ObservedImpl:
-    """Wraps a layer's attention implementation and notes the amax of its inputs.
-
-    Args:
-        impl: the layer's own implementation.
-        device: device of the layer.
-    """
+    """Wraps a layer's attention implementation and notes the amax of its inputs."""
 
     def __init__(self, impl: Any, device: torch.device) -> None:
         self.impl = impl
@@ -109,11 +104,7 @@ def start_observing(model: torch.nn.Module, provisional: Mapping[str, float]) ->
 
 
 def admit_calibration(model: torch.nn.Module, admitted: bool) -> None:
-    """Let the steps of a calibration pass, or refuse every step again.
-
-    Raises:
-        RefitError: nothing is being observed.
-    """
+    """Let the steps of a calibration pass, or refuse every step again."""
     guard = state_of(model).guard
     if not guard.calibrating:
         raise RefitError(_NOT_OBSERVED)

@@ -79,12 +79,7 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
 
 
 def scales_change(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | float]) -> bool:
-    """Whether a K or V scale differs from the one in service, so that cached codes would be wrong.
-
-    Args:
-        model: the live vLLM model of this rank.
-        scales: see :func:`set_kv_scales`.
-    """
+    """Whether a K or V scale differs from the one in service: then cached codes are wrong."""
     held = kv_scale_state(model)
     given = by_place(scales, "KV scales")
     changed = {key for key, value in given.items() if held.get(key) != value}
@@ -144,15 +139,7 @@ def _scales_of(layer: Any) -> LayerKVScales | None:
 
 
 def by_place(scales: Mapping[str, torch.Tensor | float], what: str) -> dict[Place, float]:
-    """Return scales by (global layer number, role), as :func:`checked_scale` rounds them.
-
-    Args:
-        scales: the caller's argument.
-        what: name of the scales in messages.
-
-    Raises:
-        ScaleError: no mapping, two names of one scale, or see :func:`checked_scale`.
-    """
+    """Return scales by (global layer number, role), as :func:`checked_scale` rounds them."""
     if not isinstance(scales, Mapping):
         raise ScaleError(
             f"{what} come as a mapping of names and numbers, not as {type(scales).__name__}."

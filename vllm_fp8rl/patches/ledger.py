@@ -18,11 +18,10 @@ from typing import Any
 
 from fp8rl.errors import UnsupportedError
 from vllm_fp8rl.compat import remedy
-from vllm_fp8rl.patches.engine_core import reset_and_tell, rpc_unless_busy
-from vllm_fp8rl.patches.first_request import ask_before_first
 from vllm_fp8rl.patches.packing import keep_unpacked
 from vllm_fp8rl.patches.plain_loads import check_plain_loads
 from vllm_fp8rl.patches.reload import begin_layerwise, finish_layerwise, reload_in_place
+from vllm_fp8rl.patches.requests import ask_before_first, reset_and_tell, rpc_unless_busy
 
 _MARK = "fp8rl_patch"
 _ROWS = "docs/upgrading.md, rows 1 to 4"
@@ -211,9 +210,6 @@ def install(patches: Iterable[Patch]) -> None:
     """Apply patches to the modules that this process has imported; check all before the first.
 
     Records without a replacement are only checked.
-
-    Raises:
-        UnsupportedError: see :meth:`Patch.check`.
     """
     loaded = [patch for patch in patches if patch.module in sys.modules]
     for patch, (owner, name, function) in [(patch, patch.check()) for patch in loaded]:

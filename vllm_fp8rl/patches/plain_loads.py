@@ -18,7 +18,7 @@ from vllm_fp8rl.compat import reported_name
 from vllm_fp8rl.engine.guard import RefitGuard
 from vllm_fp8rl.engine.rank_state import RankState, find_state, state_of
 from vllm_fp8rl.kv.observer import stop_observing
-from vllm_fp8rl.patches.reload import LayerwiseReload
+from vllm_fp8rl.patches.reload import Reload
 from vllm_fp8rl.refit.receiver.derived import require_nothing_derived
 from vllm_fp8rl.refit.receiver.inventory import Entry, Inventory, entries_of, require_fit
 from vllm_fp8rl.refit.tensor_stream import Named, pulled, scalars_on_host
@@ -62,15 +62,7 @@ def _load(
     walk: Walk,
     by_name: Callable[[str], bool],
 ) -> set[str]:
-    """Load tensors with the model closed, by the inventory where it has a route for each.
-
-    Raises:
-        UnsupportedError: see :func:`~vllm_fp8rl.refit.receiver.derived.require_nothing_derived`.
-        CheckpointError: see :func:`_require_whole`.
-        RefitError: a refit or another load is under way; an item that is no name with a plain
-            tensor; or see :meth:`vllm_fp8rl.engine.finite_weights.PlainValues.look`.
-        ScaleError: two names of one KV scale.
-    """
+    """Load tensors with the model closed, by the inventory where it has a route for each."""
     _WALKING.set(True)
     state = state_of(model)
     guard = state.guard
@@ -78,7 +70,7 @@ def _load(
         require_nothing_derived(model)
     if guard.loading:  # a refit session has checked them
         return walk(weights)
-    reload = guard.session if isinstance(guard.session, LayerwiseReload) else None
+    reload = guard.session if isinstance(guard.session, Reload) else None
     guard.require_free("load_weights", beside=reload)
     try:
         with guard.plain_load:
@@ -153,12 +145,7 @@ def _checked(
 
 
 def _check(weights: Sequence[Named], model: torch.nn.Module, entries: Mapping[str, Entry]) -> None:
-    """Check tensors before anything of them is written.
-
-    Raises:
-        RefitError: see :func:`require_fit` and
-            :meth:`vllm_fp8rl.engine.finite_weights.PlainValues.look`.
-    """
+    """Check tensors before anything of them is written."""
     for name, tensor in weights:
         if name in entries:
             require_fit(name, tensor, entries[name], model)
@@ -181,9 +168,6 @@ def _require_whole(
 
     vLLM checks unquantized models only, and would serve uninitialised memory. Where a checkpoint
     has names that the inventory does not know, a parameter counts as vLLM reports it.
-
-    Raises:
-        CheckpointError: a tensor is missing.
     """
     known = [(name, entries[name]) for name in came if name in entries]
     here = {each for name, entry in known for each in (name, *entry.covers)}
@@ -207,9 +191,7 @@ def _require_whole(
 
 @contextmanager
 def _shut(model: torch.nn.Module, guard: RefitGuard) -> Iterator[list[str]]:
-    """Close the model during a load; if the load breaks off, until its tensors have come again.
-
-    Those are all tensors of the model, or of the part of it that is loaded.
+    """Close the model during a load; if the load breaks off, until all tensors have come again.
 
     The model is closed before the first write, so that it stays closed wherever Ctrl-C comes.
 
@@ -230,11 +212,8 @@ def _shut(model: torch.nn.Module, guard: RefitGuard) -> Iterator[list[str]]:
             if was_open:
                 guard.open()
             guard.values.owed = owed
-        else:
-            if was_open or owed:  # else a refit closed the model, and may have written anywhere
-                guard.values.owed = _with_all_of(model, owed)
-            if was_open:
-                guard.close(f"{_BROKE_OFF} ({type(error).__name__})")
+        elif was_open:
+            guard.close(f"{_BROKE_OFF} ({type(error).__name__})")
         raise
     left = set() if was_open else _left(model, came, owed)
     if was_open or (owed != set() and left == set() and guard.session is None):
@@ -254,29 +233,17 @@ def _untouched(model: torch.nn.Module, came: list[str], error: BaseException) ->
     return isinstance(error, Fp8RLError) and entry.kind != "fused"
 
 
-def _with_all_of(model: torch.nn.Module, owed: set[str] | None) -> set[str] | None:
-    """The owed tensors, and all that a model or a part of one needs; by their names in the whole.
+def _left(model: torch.nn.Module, came: Iterable[str], owed: set[str] | None) -> set[str] | None:
+    """The tensors that must still come after these ones; None: all.
 
-    None stands for everything, of which a part knows only its own. A part without a prefix does
-    not know the names of its tensors in the whole, so that everything must come.
+    A part of a model, which knows its tensors by other names, pays nothing.
     """
     inventory = Inventory.of(model)
-    if inventory.prefix is None or (owed is None and inventory.prefix):
-        return None
-    return (owed or set()) | {
-        inventory.prefix + name for name, entry in inventory.entries.items() if entry.required
-    }
-
-
-def _left(model: torch.nn.Module, came: Iterable[str], owed: set[str] | None) -> set[str] | None:
-    """The tensors that must still come after these ones; None: all."""
-    left = _with_all_of(model, None) if owed is None else set(owed)
-    inventory = Inventory.of(model)
-    prefix = inventory.prefix
-    if left is None or prefix is None:
-        return left
+    if not inventory.whole:
+        return owed
+    left = set(inventory.required if owed is None else owed)
     for name in came:
         entry = inventory.entries.get(name)
         if entry is not None:
-            left -= {prefix + each for each in (name, *entry.covers)}
+            left -= {name, *entry.covers}
     return left

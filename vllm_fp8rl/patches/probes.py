@@ -105,11 +105,7 @@ def failures(features: Collection[str]) -> list[str]:
 
 
 def require(features: Collection[str]) -> None:
-    """Raise UnsupportedError for the first probe that fails.
-
-    Args:
-        features: see :attr:`Probe.needs`.
-    """
+    """Raise UnsupportedError for the first probe that fails."""
     for problem in failures(features):
         raise UnsupportedError(problem)
 
@@ -177,30 +173,15 @@ def _has_isa(cpu_attn: Any) -> bool:
     return setter is not None or _has(cpu_attn.CPUAttentionBackendImpl, "isa")
 
 
-def _names_cpu_classes(backend: Any) -> bool:
-    module = sys.modules[backend.__module__]
-    return (
-        backend.get_impl_cls() is module.CPUAttentionBackendImpl
-        and backend.get_builder_cls() is module.CPUAttentionMetadataBuilder
-        and len(backend.get_supported_head_sizes()) > 0  # the base class has none
-    )
+def _names(implementation: str, builder: str) -> Callable[[Any], bool]:
+    """Return a function that tells whether an attention backend names two classes of its module."""
 
+    def named(backend: Any) -> bool:
+        module = sys.modules[backend.__module__]
+        found = backend.get_impl_cls(), backend.get_builder_cls()
+        return found == (getattr(module, implementation), getattr(module, builder))
 
-def _names_flash_classes(backend: Any) -> bool:
-    module = sys.modules[backend.__module__]
-    return (
-        backend.get_impl_cls() is module.FlashAttentionImpl
-        and backend.get_builder_cls() is module.FlashAttentionMetadataBuilder
-    )
-
-
-def _names_triton_classes(backend: Any) -> bool:
-    module = sys.modules[backend.__module__]
-    return (
-        backend.get_impl_cls() is module.TritonAttentionImpl
-        and backend.get_builder_cls() is module.TritonAttentionMetadataBuilder
-        and "int8_per_token_head" in backend.supported_kv_cache_dtypes
-    )
+    return named
 
 
 def _derives_known_parts(mla_attention: Any) -> bool:
@@ -375,7 +356,10 @@ PROBES = (
     Probe(14, "v1.attention.backends.registry", "AttentionBackendEnum.clear_override",
         positional=1),
     Probe(14, _CPU_ATTN, behaves=_has_isa, needs="cpu"),
-    Probe(14, _CPU_ATTN, "CPUAttentionBackend", behaves=_names_cpu_classes, needs="cpu"),
+    Probe(14, _CPU_ATTN, "CPUAttentionBackend", needs="cpu",
+        behaves=_names("CPUAttentionBackendImpl", "CPUAttentionMetadataBuilder")),
+    Probe(14, _CPU_ATTN, "CPUAttentionBackend.get_supported_head_sizes", needs="cpu",
+        behaves=lambda sizes: len(sizes()) > 0),  # the base class has none
     Probe(14, _CPU_ATTN, "CPUAttentionBackendImpl.__init__", positional=7,
         keywords="kv_cache_dtype", needs="cpu"),
     Probe(14, _CPU_ATTN, "CPUAttentionBackendImpl.forward", positional=10, needs="cpu"),
@@ -393,7 +377,8 @@ PROBES = (
         "alibi_slopes sliding_window block_table softcap scheduler_metadata s_aux "
         "dynamic_causal", needs="cpu"),
     Probe(14, "_custom_ops", "cpu_attn_reshape_and_cache", positional=6, needs="cpu"),
-    Probe(14, _FLASH_ATTN, "FlashAttentionBackend", behaves=_names_flash_classes, needs="cuda"),
+    Probe(14, _FLASH_ATTN, "FlashAttentionBackend", needs="cuda",
+        behaves=_names("FlashAttentionImpl", "FlashAttentionMetadataBuilder")),
     Probe(14, _FLASH_ATTN, "FlashAttentionImpl.forward", positional=10, needs="cuda"),
     Probe(14, _FLASH_ATTN, "FlashAttentionImpl",
         attributes="head_size num_heads num_kv_heads scale alibi_slopes sliding_window "
@@ -419,7 +404,10 @@ PROBES = (
     Probe(14, "utils.torch_utils", "canonicalize_singleton_dim_strides", positional=1,
         needs="cuda"),
     Probe(14, "_custom_ops", "scaled_fp8_quant", positional=2, needs="cuda"),
-    Probe(14, _TRITON_ATTN, "TritonAttentionBackend", behaves=_names_triton_classes, needs="cuda"),
+    Probe(14, _TRITON_ATTN, "TritonAttentionBackend", needs="cuda",
+        behaves=_names("TritonAttentionImpl", "TritonAttentionMetadataBuilder")),
+    Probe(14, _TRITON_ATTN, "TritonAttentionBackend.supported_kv_cache_dtypes", needs="cuda",
+        behaves=lambda dtypes: "int8_per_token_head" in dtypes),
     Probe(14, _TRITON_ATTN, "TritonAttentionImpl.forward", positional=10, needs="cuda"),
     Probe(14, _TRITON_ATTN, "TritonAttentionImpl.do_kv_cache_update", positional=6, needs="cuda"),
     Probe(14, _TRITON_ATTN, "TritonAttentionImpl",

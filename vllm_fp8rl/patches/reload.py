@@ -27,6 +27,10 @@ from vllm_fp8rl.refit.tensor_stream import Named, came_twice, pulled
 class Reload:
     """A reload of all weights of one rank's model, in place.
 
+    A layerwise one is the open session of its model: it takes several calls of
+    ``model.load_weights``, and one that fails ends it. The KV cache, whose keys are those of older
+    weights, is left to its caller.
+
     Its tensors come by ``model.load_weights``; vLLM maps and skips names as at the engine's start.
     From the first of them on the model is closed until every tensor has come.
 
@@ -41,7 +45,7 @@ class Reload:
 
     loading = False
 
-    def __init__(self, model: Any, what: str) -> None:
+    def __init__(self, model: Any, what: str, *, layerwise: bool = False) -> None:
         self.name = uuid.uuid4().hex
         self._model, self._what = model, what
         self._guard = state_of(model).guard
@@ -52,6 +56,8 @@ class Reload:
         self._wrote = False
         self._seen: set[str] = set()
         self._loaded: set[str] = set()
+        if layerwise:
+            self._guard.session = self
 
     def taken(self, weights: Iterable[Named]) -> Iterator[Named]:
         """Close the model and return the tensors; they are those of one ``load_weights``.
@@ -117,20 +123,8 @@ class Reload:
         return f"The weights are half-updated: {self._what} broke off or was incomplete"
 
 
-class LayerwiseReload(Reload):
-    """A reload in several calls of ``model.load_weights``, as the open session of its model.
-
-    A call that fails ends it. The KV cache, whose keys are those of older weights, is left to the
-    caller.
-    """
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model, "The layerwise reload")
-        self._guard.session = self
-
-
 def begin_layerwise(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``initialize_layerwise_reload`` by the beginning of a :class:`LayerwiseReload`.
+    """Replace ``initialize_layerwise_reload`` by the beginning of a :class:`Reload`.
 
     One that was never finished is given up: its sender begins again.
     """
@@ -140,23 +134,23 @@ def begin_layerwise(initialize: Callable[..., Any]) -> Callable[..., Any]:
         if state is None:
             return initialize(model, *args, **kwargs)
         before = state.guard.session
-        if isinstance(before, LayerwiseReload):
+        if isinstance(before, Reload):
             state.guard.require_free("A layerwise reload", beside=before)
             before.abandon("it was begun again")
-        LayerwiseReload(model)
+        Reload(model, "The layerwise reload", layerwise=True)
         return None
 
     return initialize_layerwise_reload
 
 
 def finish_layerwise(finalize: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``finalize_layerwise_reload`` by the end of that :class:`LayerwiseReload`."""
+    """Replace ``finalize_layerwise_reload`` by the end of that :class:`Reload`."""
 
     def finalize_layerwise_reload(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = find_state(model)
         if state is None:
             return finalize(model, *args, **kwargs)
-        if not isinstance(state.guard.session, LayerwiseReload):
+        if not isinstance(state.guard.session, Reload):
             raise RefitError(
                 "No layerwise reload is under way: it was not begun, or has broken off; begin with "
                 "initialize_layerwise_reload and send all tensors again."

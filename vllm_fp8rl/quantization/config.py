@@ -171,7 +171,7 @@ class Fp8RLConfig(QuantizationConfig):
                 return ExactMoEMethod(layer, state, prefix)
             return (Fp8RLMoEMethod if fp8 else RefitMoEMethod)(layer, state, prefix)
         if isinstance(layer, VocabParallelEmbedding):
-            from vllm_fp8rl.quantization.refittable import keep_refittable
+            from vllm_fp8rl.patches.packing import keep_refittable
 
             keep_refittable(state)  # the output projection is built last
             return RefitEmbeddingMethod(state, prefix)

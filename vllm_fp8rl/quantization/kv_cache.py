@@ -26,11 +26,10 @@ FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 INT8_KV_DTYPE = "int8_per_token_head"
 """INT8 with a scale for each token and head, which the kernel that writes it computes."""
 
-_READ_AT_EACH_STEP = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
-"""Attention backends that read the scales from tensors, or from the layer at each call."""
-_EXACT = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
-"""Attention backends in whose place fp8rl's run, which call the kernels of ``exact``: the first one
-over an FP8 or BF16 cache, the second one over an INT8 one, the last one over all three."""
+_SERVED = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
+"""Attention backends that read the scales from tensors, or from the layer at each call. With
+``exact`` they call its kernels: the first one over an FP8 or BF16 cache, the second one over an
+INT8 one, the last one over all three."""
 _BAKES_INTO_FULL_GRAPHS = "FLASHINFER"
 """Takes the scales as host numbers."""
 
@@ -53,18 +52,13 @@ def check_kv_cache_dtype(kv_cache_dtype: str) -> bool:
 
 
 def check_backend(name: str, compilation: CompilationConfig) -> None:
-    """Raise UnsupportedError for an attention backend that would not see new scales.
-
-    Args:
-        name: name of the backend in vLLM.
-        compilation: compilation config of the engine.
-    """
-    if name in _READ_AT_EACH_STEP:
+    """Raise UnsupportedError for an attention backend that would not see new scales."""
+    if name in _SERVED:
         return
     if name != _BAKES_INTO_FULL_GRAPHS:
         raise UnsupportedError(
             f"Attention backend '{name}' is not known to read new KV scales; choose one of "
-            f"{', '.join(_READ_AT_EACH_STEP)} with attention_backend=..., or set "
+            f"{', '.join(_SERVED)} with attention_backend=..., or set "
             "kv_cache_dtype='auto'."
         )
     if compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_full_cudagraphs():
@@ -76,16 +70,12 @@ def check_backend(name: str, compilation: CompilationConfig) -> None:
 
 
 def check_exact_backend(name: str) -> None:
-    """Raise UnsupportedError for an attention backend without the kernels of ``exact``.
-
-    Args:
-        name: name of the backend in vLLM.
-    """
-    if name not in _EXACT:
+    """Raise UnsupportedError for an attention backend without the kernels of ``exact``."""
+    if name not in _SERVED:
         raise UnsupportedError(
             f"Attention backend '{name}' has other kernels than the trainer, and the recipe says "
-            f"exact; choose one of {', '.join(_EXACT)} with attention_backend=..., or set exact to "
-            "false in the recipe."
+            f"exact; choose one of {', '.join(_SERVED)} with attention_backend=..., or set exact "
+            "to false in the recipe."
         )
 
 
@@ -95,10 +85,6 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
     vLLM asks for a new method object whenever it post-processes a layer, so what loaders have set
     is kept in the :class:`~vllm_fp8rl.engine.rank_state.RankState`, by the layer's
     name. On a layer whose cache is not FP8 the method only inserts the guard.
-
-    Args:
-        quant_config: quantization config of the engine.
-        state: state of this rank.
     """
 
     supports_pre_processed_weights = False
@@ -108,12 +94,7 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
         self.state = state
 
     def create_weights(self, layer: Any) -> None:
-        """Register the parameters, float32 scalars.
-
-        Raises:
-            UnsupportedError: see :func:`check_kv_cache_dtype`, :func:`check_exact_backend` and
-                :func:`check_backend`; or the layer's name has no number.
-        """
+        """Register the parameters, float32 scalars."""
         fp8 = check_kv_cache_dtype(layer.kv_cache_dtype)
         if self.state.recipe.exact:
             check_exact_backend(layer.attn_backend.get_name())

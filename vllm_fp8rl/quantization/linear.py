@@ -43,7 +43,8 @@ _DUMMY_RANGE = 1e-3  # what vLLM's dummy loader draws weights from
 
 
 def _replicated_loader(param: ShardedParameter, loaded_weight: torch.Tensor) -> None:
-    param.load_replicated_weight(loaded_weight)
+    """Load the weight of a ReplicatedLinear, whose own loader copies any dtype."""
+    param.store(param.shard(0, param.matrix[0], param.matrix), loaded_weight)
 
 
 def _loader_of(layer: torch.nn.Module, loader: Callable[..., None], name: str) -> Callable:
@@ -82,12 +83,7 @@ def _scale_loader(layer: Any, loader: Callable[..., None]) -> Callable[..., None
 
 @register_weight_loader_v2_supported_method
 class Fp8RLLinearMethod(LinearMethodBase):
-    """Block-FP8 weight, written in place by every load.
-
-    Args:
-        state: state of this rank.
-        name: module name.
-    """
+    """Block-FP8 weight, written in place by every load."""
 
     supports_pre_processed_weights = False
 
@@ -284,12 +280,7 @@ class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
         super().create_weights(layer, *sizes, **(extra | {"weight_loader": self.load}))
 
     def load(self, param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
-        """Load the weight as vLLM's loader does, in a dtype that the layer can hold.
-
-        Raises:
-            UnsupportedError: another dtype.
-            RefitError: the layer no longer exists.
-        """
+        """Load the weight as vLLM's loader does, in a dtype that the layer can hold."""
         check_plain_dtype(loaded_weight, f"{self.name}.weight")
         loader = self._loader()
         if loader is None:

@@ -40,11 +40,6 @@ if TYPE_CHECKING:
 class _ExpertsMethod(FusedMoEMethodBase):
     """What pinned and quantized experts have in common.
 
-    Args:
-        layer: the layer that is being built.
-        state: state of this rank.
-        name: module name of the layer, e.g. ``model.layers.0.mlp.experts``.
-
     Raises:
         UnsupportedError: experts of another form, e.g. with biases, or a communication pattern
             that needs them in another layout.
@@ -61,12 +56,39 @@ class _ExpertsMethod(FusedMoEMethodBase):
         _check(self.moe, layer, name)
         state.layers[self._key] = layer  # compiled code finds it there
 
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register the parameters, and make the kernel over them."""
+        to_local = layer._map_global_expert_id_to_local_expert_id
+        numbers = {expert: to_local(expert) for expert in range(self.moe.num_experts)}
+        width = self.moe.intermediate_size_per_partition_unpadded
+        assert width is not None
+        layout = ExpertLayout(
+            name=self.state.hf_names.of(self.name),
+            local={expert: number for expert, number in numbers.items() if number >= 0},
+            total=self.moe.num_experts,
+            hidden=hidden_size,
+            intermediate=width,
+            padded=intermediate_size_per_partition,
+            tp_rank=self.moe.tp_rank,
+            tp_size=self.moe.tp_size,
+            names=self.state.spec.family.experts or EXPERTS,
+        )
+        self._register(layer, layout, params_dtype)
+
+    def _register(self, layer: RoutedExperts, layout: ExpertLayout, dtype: torch.dtype) -> None:
+        raise NotImplementedError
+
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
         """The configuration of vLLM's kernel; None on CPU, where no such kernel is used."""
         return self.moe_quant_config
-
-    def require_ready(self, layer: RoutedExperts) -> None:
-        """Raise unless the experts can run."""
 
     def discard(self, layer: RoutedExperts) -> None:
         """Put back what no refit brings, after a sleep has discarded the weights."""
@@ -101,32 +123,8 @@ class _ExpertsMethod(FusedMoEMethodBase):
         )
 
     def product(self, layer: Any, stack: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """Multiply on a CPU with one expert's matrix.
-
-        Args:
-            layer: the layer.
-            stack: ``w13`` or ``w2``.
-            expert: number of the expert on this rank.
-            x: ``[rows, K]``.
-        """
+        """Multiply ``x`` ``[rows, K]`` on a CPU with a local expert's part of ``w13`` or ``w2``."""
         return torch.nn.functional.linear(x, getattr(layer, f"{stack}_weight")[expert])
-
-    def _layout(self, layer: RoutedExperts, padded: int, hidden: int) -> ExpertLayout:
-        to_local = layer._map_global_expert_id_to_local_expert_id
-        numbers = {expert: to_local(expert) for expert in range(self.moe.num_experts)}
-        width = self.moe.intermediate_size_per_partition_unpadded
-        assert width is not None
-        return ExpertLayout(
-            name=self.state.hf_names.of(self.name),
-            local={expert: number for expert, number in numbers.items() if number >= 0},
-            total=self.moe.num_experts,
-            hidden=hidden,
-            intermediate=width,
-            padded=padded,
-            tp_rank=self.moe.tp_rank,
-            tp_size=self.moe.tp_size,
-            names=self.state.spec.family.experts or EXPERTS,
-        )
 
     def _incomplete(self) -> CheckpointError:
         return CheckpointError(
@@ -153,16 +151,7 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         )
         return hidden, cdiv(width, BLOCK[0]) * BLOCK[0]
 
-    def create_weights(
-        self,
-        layer: RoutedExperts,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        layout = self._layout(layer, intermediate_size_per_partition, hidden_size)
+    def _register(self, layer: RoutedExperts, layout: ExpertLayout, dtype: torch.dtype) -> None:
         stacks = empty_stacks(layout)
         device = stacks["w13_weight"].device
         self.grids = ExpertGrids(
@@ -176,7 +165,7 @@ class Fp8RLMoEMethod(_ExpertsMethod):
             load = self.grids.load_scales if name.endswith("_scale_inv") else self.grids.load
             layer.register_parameter(name, ExpertParameter(data, self.grids, load))
         try:
-            self._make_kernels(layer, device, params_dtype)
+            self._make_kernels(layer, device, dtype)
         except UnsupportedError as error:
             raise UnsupportedError(f"'{self.name}': {error}") from None
 
@@ -233,22 +222,10 @@ class RefitMoEMethod(_ExpertsMethod):
 
     grids: PlainExperts
 
-    def create_weights(
-        self,
-        layer: RoutedExperts,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        layout = self._layout(layer, intermediate_size_per_partition, hidden_size)
-        width, shapes = layout.padded, {}
-        shapes["w13_weight"] = (num_experts, 2 * width, hidden_size)
-        shapes["w2_weight"] = (num_experts, hidden_size, width)
+    def _register(self, layer: RoutedExperts, layout: ExpertLayout, dtype: torch.dtype) -> None:
         self.grids = PlainExperts(layout, partial(live_data, weakref.ref(layer)))
-        for name, shape in shapes.items():
-            data = torch.empty(shape, dtype=params_dtype)
+        for name, shape in layout.stacks.items():
+            data = torch.empty(shape, dtype=dtype)
             layer.register_parameter(name, ExpertParameter(data, self.grids, self.grids.load))
         if layer.w13_weight.device.type == "cuda":
             from vllm_fp8rl.kernels.moe.fused_moe import delegate_plain_experts

@@ -20,11 +20,7 @@ _SECONDS = 0.5
 
 @contextmanager
 def ended_by_death(core: Any) -> Iterator[None]:
-    """Let calls to an ``LLM``'s engine core raise EngineDeadError within the block once it is dead.
-
-    Args:
-        core: ``llm.llm_engine.engine_core``; one in this process needs nothing.
-    """
+    """Let calls to an ``LLM``'s engine core raise EngineDeadError in the block once it is dead."""
     resources = getattr(core, "resources", None)
     if resources is None:
         yield

@@ -68,11 +68,7 @@ def chunk_elements(device: torch.device) -> int:
 
 
 def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch.Tensor:
-    """This rank's part of an HF weight, as a view.
-
-    Raises:
-        RefitError: the tensor does not have the HF shape.
-    """
+    """This rank's part of an HF weight, as a view; RefitError for a tensor of another shape."""
     if tensor.shape != shard.full:
         raise RefitError(
             f"'{name}' takes a tensor of shape {shard.full}, but got {tuple(tensor.shape)}; send "
@@ -256,10 +252,16 @@ class BlockGrid:
         """First local row and number of rows of each shard, in order."""
         return list(self._rows.items())
 
+    def whole(self, start: int) -> Shard:
+        """Return the shard at a local row of an HF weight of which this rank holds all."""
+        rows = self._rows[start]
+        return Shard(start, rows, (0, 0), (rows, self.columns))
+
     def fill_missing(self, make: Callable[[tuple[int, int]], torch.Tensor]) -> None:
         """Write ``make(shape)`` to each shard that was never written."""
         for start in self.missing():
-            self.load_source(start, make((self._rows[start], self.columns)))
+            shard = self.whole(start)
+            self.write(shard, make(shard.full))
 
     def forget_unpaired(self) -> None:
         """Drop what an abandoned transfer left behind, before a new one begins."""
@@ -278,6 +280,8 @@ class BlockGrid:
     def write(self, shard: Shard, tensor: torch.Tensor, batch: WriteBatch | None = None) -> None:
         """Write this rank's rows of a whole HF weight.
 
+        FP8 codes count once their scales are here too.
+
         Args:
             shard: where the rows are on the local grid and in the HF weight.
             tensor: the whole HF weight, bfloat16, float16, float32 or float8_e4m3fn.
@@ -289,105 +293,60 @@ class BlockGrid:
         """
         part = narrow(tensor, shard, f"{self.name}.weight", self.columns)
         if tensor.dtype == FP8_DTYPE:
-            self.load_codes(shard.start, part, shard.origin)
-        else:
-            self.load_source(shard.start, part, batch)
+            self._require_codes_fit(shard)
+            with torch.no_grad(), self._in_order():
+                rows = slice(shard.start, shard.start + shard.rows)
+                self._storage()[0][rows, : self.columns].copy_(part)
+                self._arrived(shard.start, "weight")
+            return
+        if tensor.dtype not in SOURCE_DTYPES:
+            raise UnsupportedError(
+                f"'{self.name}' got a weight of dtype {tensor.dtype}; send bfloat16, float16, "
+                "float32, or float8_e4m3fn with its 'weight_scale_inv'."
+            )
+        if batch is not None:
+            self._collect(shard.start, part, batch)
+            return
+        own = WriteBatch()
+        with torch.no_grad():
+            self._collect(shard.start, part, own)
+        own.run()
 
+    @torch.no_grad()
     def write_scales(
         self, shard: Shard, scale_inv: torch.Tensor, batch: WriteBatch | None = None
     ) -> None:
         """Write this rank's part of the scales of a whole HF weight that comes as FP8 codes.
 
         Args:
-            shard: as for :meth:`write`.
             scale_inv: ``[ceil(rows/128), ceil(columns/128)]`` of the whole HF weight.
             batch: not used; scales are copied now.
 
         Raises:
             RefitError: another shape.
-            UnsupportedError, ScaleError: see :meth:`load_scales`.
-        """
-        expected = tuple(map(cdiv, shard.full, BLOCK))
-        if tuple(scale_inv.shape) != expected:
-            raise RefitError(
-                f"'{self.name}.weight_scale_inv' takes scales of shape {expected} (128x128 blocks "
-                f"of a {shard.full} weight), but got {tuple(scale_inv.shape)}."
-            )
-        self.load_scales(shard.start, scale_inv, shard.origin)
-
-    def load_source(self, start: int, rows: torch.Tensor, batch: WriteBatch | None = None) -> None:
-        """Quantize a shard into place.
-
-        Args:
-            start: first row of the shard on the local grid.
-            rows: bfloat16, float16 or float32 ``[n, K]``, already narrowed to this rank.
-            batch: collects the quantization for later; None quantizes now.
-
-        Raises:
-            UnsupportedError: another dtype.
-            RefitError: not the shard's shape.
-        """
-        if rows.dtype not in SOURCE_DTYPES:
-            raise UnsupportedError(
-                f"'{self.name}' got a weight of dtype {rows.dtype}; send bfloat16, float16, "
-                "float32, or float8_e4m3fn with its 'weight_scale_inv'."
-            )
-        self._check_shape(start, rows)
-        if batch is None:
-            own = WriteBatch()
-            with torch.no_grad():
-                self._collect(start, rows, own)
-            own.run()
-        else:
-            self._collect(start, rows, batch)
-
-    @torch.no_grad()
-    def load_codes(self, start: int, codes: torch.Tensor, origin: tuple[int, int]) -> None:
-        """Take the FP8 codes of a shard; they count once their scales are here too.
-
-        Args:
-            start: first row of the shard on the local grid.
-            codes: float8_e4m3fn ``[n, K]``, already narrowed to this rank.
-            origin: row and column of ``codes[0, 0]`` in the HF tensor.
-
-        Raises:
-            RefitError: not the shard's shape.
-            UnsupportedError: blocks of the HF tensor are not blocks of this grid.
-        """
-        self._check_shape(start, codes)
-        self._require_codes_fit(start, origin)
-        with self._in_order():
-            self._storage()[0][start : start + codes.shape[0], : self.columns].copy_(codes)
-            self._arrived(start, "weight")
-
-    @torch.no_grad()
-    def load_scales(self, start: int, scale_inv: torch.Tensor, origin: tuple[int, int]) -> None:
-        """Take the scales of a shard that comes as FP8 codes.
-
-        Args:
-            start: first row of the shard on the local grid.
-            scale_inv: the whole tensor's ``[ceil(rows/128), ceil(columns/128)]``, not narrowed.
-            origin: row and column of the shard's first code in the HF tensor.
-
-        Raises:
             UnsupportedError: not a floating dtype of at least 16 bits; or blocks of the HF tensor
                 are not blocks of this grid.
             ScaleError: see :func:`check_scales`.
         """
-        name = f"{self.name}.weight_scale_inv"
+        name, expected = f"{self.name}.weight_scale_inv", tuple(map(cdiv, shard.full, BLOCK))
+        if tuple(scale_inv.shape) != expected:
+            raise RefitError(
+                f"'{name}' takes scales of shape {expected} (128x128 blocks of a {shard.full} "
+                f"weight), but got {tuple(scale_inv.shape)}."
+            )
         if scale_inv.dtype not in SOURCE_DTYPES:
             raise UnsupportedError(f"'{name}' has dtype {scale_inv.dtype}; send float32.")
-        self._require_codes_fit(start, origin)
-        row, column = origin
-        last_row, last_column = row + self._rows[start], column + self.columns
+        self._require_codes_fit(shard)
+        row, column = shard.origin
+        last_row, last_column = row + shard.rows, column + self.columns
         part = scale_inv[
             row // _ROWS : cdiv(last_row, _ROWS), column // _COLS : cdiv(last_column, _COLS)
         ].float()
         check_scales(name, part, self.scale_format)
         with self._in_order():
-            first = start // _ROWS
+            first = shard.start // _ROWS
             self._storage()[1][first : first + part.shape[0]].copy_(part)
-            self._arrived(start, "weight_scale_inv")
+            self._arrived(shard.start, "weight_scale_inv")
 
     def written(self) -> None:
         """Mark the end of writes on the current stream, for :meth:`_wait`."""
@@ -408,14 +367,6 @@ class BlockGrid:
         yield
         self.written()
 
-    def _check_shape(self, start: int, rows: torch.Tensor) -> None:
-        expected = (self._rows[start], self.columns)
-        if rows.shape != expected:
-            raise RefitError(
-                f"'{self.name}' needs a shard of shape {expected} at local row {start}, but got "
-                f"{tuple(rows.shape)}; send the tensor with the shape of the HF checkpoint."
-            )
-
     def codes_fit(self, start: int, origin: tuple[int, int]) -> bool:
         """Whether blocks of the HF tensor are local blocks, none shared with another shard.
 
@@ -427,10 +378,10 @@ class BlockGrid:
         whole = start % _ROWS == 0 and (end % _ROWS == 0 or end == self.total_rows)
         return whole and origin[0] % _ROWS == 0 and origin[1] % _COLS == 0
 
-    def _require_codes_fit(self, start: int, origin: tuple[int, int]) -> None:
-        if not self.codes_fit(start, origin):
+    def _require_codes_fit(self, shard: Shard) -> None:
+        if not self.codes_fit(shard.start, shard.origin):
             raise UnsupportedError(
-                f"'{self.name}' cannot take FP8 codes for its local rows from {start}, whose "
+                f"'{self.name}' cannot take FP8 codes for its local rows from {shard.start}, whose "
                 "128x128 blocks are not those of the checkpoint's tensor: quantizing them once "
                 "more would change the weights; load BF16 weights, which are quantized here, or "
                 "choose another tensor_parallel_size."
@@ -443,13 +394,6 @@ class BlockGrid:
             del self._incomplete[start]
             self._loaded.add(start)
 
-    def _own_rows(self, start: int) -> tuple[int, int]:
-        """Local rows of a shard that lie in blocks of its own."""
-        end = start + self._rows[start]
-        lo = cdiv(start, _ROWS) * _ROWS
-        hi = end if end == self.total_rows else end // _ROWS * _ROWS
-        return (lo, hi) if lo < hi else (lo, lo)
-
     def _collect(self, start: int, rows: torch.Tensor, batch: WriteBatch) -> None:
         """Collect the quantization of a shard: blocks of its own now, shared ones at the end."""
         self._incomplete.pop(start, None)
@@ -461,7 +405,8 @@ class BlockGrid:
 
     def _collect_parts(self, start: int, rows: torch.Tensor, batch: WriteBatch) -> None:
         end = start + self._rows[start]
-        lo, hi = self._own_rows(start)
+        lo = cdiv(start, _ROWS) * _ROWS
+        hi = end if end == self.total_rows else end // _ROWS * _ROWS
         step = max(1, self._chunk // (_ROWS * self.columns)) * _ROWS
         for first in range(lo, hi, step):
             last = min(first + step, hi)
@@ -502,11 +447,6 @@ class BlockGrid:
 def check_scales(name: str, scale_inv: torch.Tensor, scale_format: ScaleFormat) -> None:
     """Check the scales of FP8 codes.
 
-    Args:
-        name: name of the tensor, for messages.
-        scale_inv: bfloat16, float16 or float32, any shape.
-        scale_format: scale format of the engine's weights.
-
     Raises:
         ScaleError: one is 0, negative, NaN or infinite, so large that a code times it is infinite,
             or no power of two where the engine has those.
@@ -525,8 +465,8 @@ def check_scales(name: str, scale_inv: torch.Tensor, scale_format: ScaleFormat) 
         )
 
 
-def empty_storage(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of zero and scales of one for a local matrix, on the default device."""
-    codes = torch.zeros(rows, columns, dtype=torch.uint8).view(FP8_DTYPE)
-    scale_inv = torch.ones(cdiv(rows, _ROWS), cdiv(columns, _COLS), dtype=torch.float32)
-    return codes, scale_inv
+def empty_storage(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of zero and scales of one for ``[..., rows, columns]``, on the default device."""
+    codes = torch.zeros(shape, dtype=torch.uint8).view(FP8_DTYPE)
+    blocks = (*shape[:-2], *map(cdiv, shape[-2:], BLOCK))
+    return codes, torch.ones(blocks, dtype=torch.float32)

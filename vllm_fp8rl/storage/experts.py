@@ -27,6 +27,7 @@ from vllm_fp8rl.storage.block_grid import (
     WriteBatch,
     chunk_elements,
     cut,
+    empty_storage,
     narrow,
 )
 from vllm_fp8rl.storage.parameters import check_plain_dtype
@@ -43,11 +44,6 @@ move it."""
 def stack_of(matrix: Matrix) -> str:
     """The parameter that holds a matrix of every expert."""
     return "w2_weight" if matrix == "w2" else "w13_weight"
-
-
-def scales_of(matrix: Matrix) -> str:
-    """The parameter that holds the scales of a matrix of every expert."""
-    return "w2_weight_scale_inv" if matrix == "w2" else "w13_weight_scale_inv"
 
 
 @dataclass(frozen=True)
@@ -69,6 +65,15 @@ class ExpertLayout:
     tp_size: int
     names: Experts = EXPERTS
     """HF names of the matrices of this model's family."""
+
+    @property
+    def stacks(self) -> dict[str, tuple[int, int, int]]:
+        """Shape of the parameter of each stack, ``[experts, rows, columns]``."""
+        experts = len(self.local)
+        return {
+            "w13_weight": (experts, 2 * self.padded, self.hidden),
+            "w2_weight": (experts, self.hidden, self.padded),
+        }
 
     @property
     def fused(self) -> dict[str, tuple[Matrix, ...]]:
@@ -116,14 +121,26 @@ class ExpertLayout:
         """Write zeros to what no weight fills."""
         if self.padded == self.intermediate:
             return
-        for first in (self.intermediate, self.padded + self.intermediate):
-            pad = w13[:, first : first + self.padded - self.intermediate]
+        gate, up = w13.split(self.padded, dim=1)
+        unused = slice(self.intermediate, None)
+        for pad in (gate[:, unused], up[:, unused], w2[:, :, unused]):
             (pad.view(torch.uint8) if pad.dtype == FP8_DTYPE else pad).zero_()
-        pad = w2[:, :, self.intermediate :]
-        (pad.view(torch.uint8) if pad.dtype == FP8_DTYPE else pad).zero_()
 
 
-class ExpertGrids:
+class _Matrices:
+    """What the writers of expert matrices have in common."""
+
+    def __init__(self, layout: ExpertLayout, storage: Storage) -> None:
+        self.layout = layout
+        self._storage = storage
+        self._missing = {(expert, matrix) for expert in layout.local for matrix in MATRICES}
+
+    def missing(self) -> list[str]:
+        """HF names of the local matrices that were never written."""
+        return [self.layout.hf_name(*key) for key in sorted(self._missing)]
+
+
+class ExpertGrids(_Matrices):
     """Writes expert matrices into the codes and scales of one layer, in any order.
 
     It stands for the grids of all matrices, and answers as one of them does
@@ -147,9 +164,8 @@ class ExpertGrids:
         device: torch.device,
         on_unpaired: Callable[[], None],
     ) -> None:
-        self.layout = layout
+        super().__init__(layout, storage)
         self.scale_format = scale_format
-        self._storage = storage
         self._device = device
         self._on_unpaired = on_unpaired
         self._shards = {matrix: layout.shard(matrix) for matrix in MATRICES}
@@ -160,7 +176,6 @@ class ExpertGrids:
             and (matrix != "w2" or layout.padded == layout.intermediate)
         }
         """The matrices whose weights are quantized together, each as it comes."""
-        self._missing = {(expert, matrix) for expert in layout.local for matrix in MATRICES}
         self._unpaired: dict[tuple[int, Matrix], BlockGrid] = {}
 
     def _grid(self, expert: int, matrix: Matrix) -> BlockGrid:
@@ -185,10 +200,6 @@ class ExpertGrids:
         for grid in self._unpaired.values():
             grid.require_paired()
 
-    def missing(self) -> list[str]:
-        """HF names of the local matrices that were never written."""
-        return [self.layout.hf_name(*key) for key in sorted(self._missing)]
-
     def forget_unpaired(self) -> None:
         """Drop what an abandoned transfer left behind, before a new one begins."""
         self._unpaired.clear()
@@ -200,13 +211,8 @@ class ExpertGrids:
 
         Args:
             expert: global number of the expert.
-            matrix: which of its matrices.
             tensor: the whole tensor, as in the HF checkpoint.
             batch: collects quantizations for later; None quantizes now.
-
-        Raises:
-            RefitError: another shape.
-            UnsupportedError: another dtype.
         """
         shard, stack = self._shards[matrix], self._stacks.get(matrix)
         alike = tensor.dtype in SOURCE_DTYPES and tensor.device == self._device
@@ -222,13 +228,7 @@ class ExpertGrids:
     def load_scales(
         self, expert: int, matrix: Matrix, scale_inv: torch.Tensor, batch: WriteBatch | None = None
     ) -> None:
-        """Take the whole ``weight_scale_inv`` of a local expert's matrix that comes as FP8 codes.
-
-        Raises:
-            RefitError: another shape.
-            ScaleError: a scale that is not positive and finite.
-            UnsupportedError: another dtype.
-        """
+        """Take the whole ``weight_scale_inv`` of a local expert's matrix that comes as codes."""
         shard = self._shards[matrix]
         self._by_grid(expert, matrix, BlockGrid.write_scales, shard, scale_inv, batch)
 
@@ -251,8 +251,8 @@ class ExpertGrids:
             self._unpaired[key] = grid
 
     def _live(self, matrix: Matrix) -> Quantized:
-        codes, scale_inv = self._storage(stack_of(matrix)), self._storage(scales_of(matrix))
-        part_of = self.layout.part_of
+        stack, part_of = stack_of(matrix), self.layout.part_of
+        codes, scale_inv = self._storage(stack), self._storage(f"{stack}_scale_inv")
         return Quantized(part_of(codes, matrix), part_of(scale_inv, matrix, BLOCK[0]))
 
     def _live_of(self, local: int, matrix: Matrix) -> Quantized:
@@ -260,33 +260,14 @@ class ExpertGrids:
         return Quantized(codes[local], scale_inv[local])
 
 
-class PlainExperts:
-    """Writes expert matrices into an unquantized layer.
-
-    Args:
-        layout: which experts this rank holds, without padding.
-        storage: returns the live ``w13_weight`` and ``w2_weight``.
-    """
-
-    def __init__(self, layout: ExpertLayout, storage: Storage) -> None:
-        self.layout = layout
-        self._storage = storage
-        self._missing = {(expert, matrix) for expert in layout.local for matrix in MATRICES}
-
-    def missing(self) -> list[str]:
-        """HF names of the local matrices that were never written."""
-        return [self.layout.hf_name(*key) for key in sorted(self._missing)]
+class PlainExperts(_Matrices):
+    """Writes expert matrices into an unquantized layer, whose storage has no scales."""
 
     @torch.no_grad()
     def load(
         self, expert: int, matrix: Matrix, tensor: torch.Tensor, batch: WriteBatch | None = None
     ) -> None:
-        """Copy an HF matrix of a local expert into place.
-
-        Raises:
-            RefitError: another shape.
-            UnsupportedError: not bfloat16, float16 or float32.
-        """
+        """Copy an HF matrix of a local expert into place."""
         layout, name = self.layout, self.layout.hf_name(expert, matrix)
         check_plain_dtype(tensor, name)
         part = narrow(tensor, layout.shard(matrix), name, layout.columns(matrix))
@@ -301,7 +282,6 @@ def load_fused(
     """Write HF's tensor of all experts at once.
 
     Args:
-        experts: what writes the matrices of one layer.
         leaf: a key of :attr:`ExpertLayout.fused`.
         tensor: ``[experts, rows, columns]``; the experts of other ranks are skipped.
         batch: collects quantizations for later.
@@ -334,47 +314,37 @@ class ExpertParameter(torch.nn.Parameter):
 
     grid: ExpertGrids | PlainExperts
     weight_loader: Callable[..., bool]
+    """Has the signature of vLLM's ``RoutedExperts.weight_loader``."""
 
     def __new__(
         cls, data: torch.Tensor, experts: ExpertGrids | PlainExperts, load: Callable[..., None]
     ) -> ExpertParameter:
+        local = experts.layout.local
+
+        def weight_loader(
+            param: torch.nn.Parameter,
+            loaded_weight: torch.Tensor,
+            weight_name: str,
+            shard_id: Matrix,
+            expert_id: int,
+            return_success: bool = False,
+        ) -> bool:
+            if expert_id not in local:
+                return False
+            load(expert_id, shard_id, loaded_weight)
+            return True
+
+        weight_loader.supports_moe_loading = True  # type: ignore[attr-defined] # read by vLLM
         parameter: Any = torch.Tensor._make_subclass(cls, data, False)
         parameter.grid = experts
-        parameter.weight_loader = _vllm_loader(experts.layout, load)
+        parameter.weight_loader = weight_loader
         return parameter
-
-
-def _vllm_loader(layout: ExpertLayout, load: Callable[..., None]) -> Callable[..., bool]:
-    """A function with the signature of vLLM's ``RoutedExperts.weight_loader``."""
-
-    def weight_loader(
-        param: torch.nn.Parameter,
-        loaded_weight: torch.Tensor,
-        weight_name: str,
-        shard_id: Matrix,
-        expert_id: int,
-        return_success: bool = False,
-    ) -> bool:
-        if expert_id not in layout.local:
-            return False
-        load(expert_id, shard_id, loaded_weight)
-        return True
-
-    weight_loader.supports_moe_loading = True  # type: ignore[attr-defined] # read by vLLM
-    return weight_loader
 
 
 def empty_stacks(layout: ExpertLayout) -> dict[str, torch.Tensor]:
     """Codes of zero and scales of one, on the default device."""
-    experts = len(layout.local)
-    shapes = {
-        "w13_weight": (experts, 2 * layout.padded, layout.hidden),
-        "w2_weight": (experts, layout.hidden, layout.padded),
-    }
-    stacks = {}
-    for name, (count, rows, columns) in shapes.items():
-        codes = torch.zeros(count, rows, columns, dtype=torch.uint8).view(FP8_DTYPE)
-        blocks = (count, cdiv(rows, BLOCK[0]), cdiv(columns, BLOCK[1]))
-        stacks[name] = codes
-        stacks[f"{name}_scale_inv"] = torch.ones(blocks, dtype=torch.float32)
+    stacks: dict[str, torch.Tensor] = {}
+    for name, shape in layout.stacks.items():
+        codes, scale_inv = empty_storage(*shape)
+        stacks |= {name: codes, f"{name}_scale_inv": scale_inv}
     return stacks

@@ -74,8 +74,6 @@ class ShardedParameter(ModelWeightParameter):
         Ranks may hold the same part, as with KV heads that are fewer than ranks.
 
         Args:
-            start: first local row.
-            rows: number of local rows.
             full: shape of the HF weight.
         """
         origin = [
@@ -85,13 +83,7 @@ class ShardedParameter(ModelWeightParameter):
         return Shard(start, rows, (origin[0], origin[1]), full)
 
     def store(self, shard: Shard, tensor: torch.Tensor, batch: WriteBatch | None = None) -> None:
-        """Write this rank's shard of a whole HF tensor.
-
-        Args:
-            shard: what :meth:`shard` returned for the tensor's HF weight.
-            tensor: the whole HF tensor.
-            batch: collects quantizations for later; None quantizes now.
-        """
+        """Write this rank's shard of a whole HF tensor; a batch quantizes it later."""
         raise NotImplementedError
 
     def load_column_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
@@ -112,10 +104,6 @@ class ShardedParameter(ModelWeightParameter):
         replicas = 1 if kwargs["shard_id"] == "q" else kwargs["num_heads"]
         full = (self.tp_size // replicas * rows, self.matrix[1])
         self.store(self.shard(start, rows, full), loaded_weight)
-
-    def load_replicated_weight(self, loaded_weight: torch.Tensor) -> None:
-        """Load the weight of a ReplicatedLinear, whose own loader copies any dtype."""
-        self.store(self.shard(0, self.matrix[0], self.matrix), loaded_weight)
 
 
 class Fp8Parameter(ShardedParameter):

@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO
 
-from vllm_fp8rl.warmup.kernel_lists import KernelLister, compiler_flags, copy_entry
+from vllm_fp8rl.warmup.kernel_lists import CACHED, KernelLister, compiler_flags
 from vllm_fp8rl.warmup.shapes import Job, Shape
 
 NVCC_SECONDS = 300
@@ -36,9 +36,6 @@ def compile_shapes(job: Job, shapes: Iterable[Shape]) -> int:
 
     One process compiles into a cache at a time. Ranks mostly need the same kernels: those that wait
     find them compiled. No process holds the lock while it waits for its engine to build a layer.
-
-    Raises:
-        RuntimeError: nvcc or DeepGEMM failed.
     """
     compilers = compilers_at_once(len(os.sched_getaffinity(0)))
     compiled = 0
@@ -98,15 +95,13 @@ def compile_kernel(job: Job, listed: Path) -> bool:
     """Compile one listed kernel into the cache; return False if the cache already has it.
 
     Its folder appears by one rename, as DeepGEMM's own do.
-
-    Raises:
-        RuntimeError: nvcc failed, or took longer than :data:`NVCC_SECONDS`.
     """
     if job.has(listed.name):
         return False
     folder = Path(job.cache) / "tmp" / f"fp8rl-{uuid.uuid4().hex}"
     try:
-        copy_entry(listed, folder)
+        # Its source, and from DeepGEMM 2.8 on also the mark that makes the entry valid.
+        shutil.copytree(listed, folder, ignore=shutil.ignore_patterns(*CACHED))
         source, cubin = folder / "kernel.cu", folder / "kernel.cubin"
         command = [job.nvcc, str(source), "-cubin", "-o", str(cubin), *compiler_flags(listed)]
         _run_compiler(command, folder, listed.name)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,17 +44,12 @@ _DISASSEMBLY = tuple(
     f"{of}_JIT_DUMP_{what}" for of in ("DG", "DJ") for what in ("ASM", "PTX", "SASS")
 )
 """Variables with which DeepGEMM disassembles a compiled kernel, which the fake files are not."""
-_CACHED = ("kernel.cubin", _ARGUMENTS)
+CACHED = ("kernel.cubin", _ARGUMENTS)
 """What the real compiler makes, and what the fake one notes; other files are of the cache entry."""
 
 
 class KernelLister:
-    """Lists the kernels of shapes. It changes DeepGEMM's environment for the whole process.
-
-    Args:
-        job: DeepGEMM, compiler and GPU.
-        scratch: an empty folder.
-    """
+    """Lists the kernels of shapes. It changes DeepGEMM's environment for the whole process."""
 
     def __init__(self, job: Job, scratch: Path) -> None:
         fake = scratch / "nvcc"
@@ -74,11 +68,7 @@ class KernelLister:
         self._listed: set[str] = set()
 
     def kernels(self, shape: Shape) -> list[Path]:
-        """Return folders with the sources of the kernels that no earlier shape needed.
-
-        Raises:
-            RuntimeError: DeepGEMM refuses the shape.
-        """
+        """Return folders with the sources of the kernels that no earlier shape needed."""
         refusal: Exception | None = None
         gemm = _gemm(self._deep_gemm, shape)
         with _gpu_context():
@@ -108,14 +98,6 @@ def rows_to_try(shape: Shape, *, full: bool) -> Iterator[int]:
     else:
         steps = (1, 2, 4, 8, *range(16, 512, 16), *range(512, shape.rows, 64))
         yield from (rows for rows in steps if rows < shape.rows)
-
-
-def copy_entry(listed: Path, folder: Path) -> None:
-    """Copy a listed kernel's entry of the cache, without the compiled kernel, to a new folder.
-
-    It has the source, and from DeepGEMM 2.8 on also the mark that makes the entry valid.
-    """
-    shutil.copytree(listed, folder, ignore=shutil.ignore_patterns(*_CACHED))
 
 
 def compiler_flags(listed: Path) -> list[str]:

@@ -1,27 +1,45 @@
-"""Start the process that compiles, tell it the shapes, and log how it ended."""
+"""Start the process that compiles, tell it the shapes, and log how it ended.
+
+Importing this imports no engine.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from vllm_fp8rl.warmup.nvcc import NO_NVCC, find_nvcc
 from vllm_fp8rl.warmup.shapes import Job, Shape
 
 # Under vLLM's name, so that its log level and format apply in every worker.
 logger = logging.getLogger("vllm.fp8rl")
 _SETTINGS = ("DG_JIT_", "DJ_JIT_")
+NO_NVCC = "there is no nvcc; install the CUDA toolkit or set CUDA_HOME"
+
+
+def find_nvcc(environ: Mapping[str, str]) -> Path | None:
+    """Return the compiler that DeepGEMM would use in an environment, or None if it has none."""
+    named = environ.get("DG_JIT_NVCC_COMPILER")
+    if named:
+        path = Path(named)
+        return path if path.is_file() else None
+    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    if home is None:
+        found = shutil.which("nvcc", path=environ.get("PATH"))
+        home = str(Path(found).parent.parent) if found else "/usr/local/cuda"
+    path = Path(home) / "bin" / "nvcc"
+    return path if path.is_file() else None
 
 
 def find_job() -> Job | None:
@@ -84,30 +102,16 @@ class KernelWarmup:
         self._process: subprocess.Popen[str] | None = None
         self._watcher: threading.Thread | None = None
 
-    def add(self, n: int, k: int) -> None:
-        """A linear layer will multiply an FP8 weight ``[n, k]``."""
-        self._add(Shape(n, k, self.rows))
+    def add(self, n: int, k: int, rows: int | None = None, experts: int = 0) -> None:
+        """Take the FP8 weight of a linear layer, ``[n, k]``, or of experts, ``[experts, n, k]``.
 
-    def add_experts(self, experts: int, n: int, k: int, rows: int) -> None:
-        """Experts will multiply FP8 weights ``[experts, n, k]`` with up to ``rows`` rows."""
-        self._add(Shape(n, k, rows, experts))
-
-    def close(self) -> None:
-        """No further weight will come. May be called any number of times."""
-        if self._process is not None and self._process.stdin is not None:
-            with suppress(BrokenPipeError):  # it has died, which the watcher reports
-                self._process.stdin.close()
-            self._process.stdin = None
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Wait at most ``timeout`` seconds for the compilers; return whether they are done."""
-        self.close()
-        if self._watcher is None:
-            return True
-        self._watcher.join(timeout)
-        return not self._watcher.is_alive()
-
-    def _add(self, shape: Shape) -> None:
+        Args:
+            n: output features.
+            k: input features.
+            rows: largest number of rows that are multiplied at once; that of the engine by default.
+            experts: number of experts; 0 for a linear layer.
+        """
+        shape = Shape(n, k, self.rows if rows is None else rows, experts)
         if shape in self._shapes:
             return
         if not self._shapes:
@@ -123,6 +127,21 @@ class KernelWarmup:
                 self._job = None
                 return
         self._send(json.dumps(shape))
+
+    def close(self) -> None:
+        """No further weight will come. May be called any number of times."""
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(BrokenPipeError):  # it has died, which the watcher reports
+                self._process.stdin.close()
+            self._process.stdin = None
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait at most ``timeout`` seconds for the compilers; return whether they are done."""
+        self.close()
+        if self._watcher is None:
+            return True
+        self._watcher.join(timeout)
+        return not self._watcher.is_alive()
 
     def _start(self, job: Job) -> None:
         errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - the watcher closes it

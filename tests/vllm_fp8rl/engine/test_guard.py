@@ -132,7 +132,7 @@ def test_a_block_that_shards_share_is_discarded_until_all_came(columns: int, wid
     weight = torch.randn(256, columns, dtype=torch.bfloat16)
     parts = {0: weight[:128], 128: weight[128:192], 192: weight[192:]}
     for start, rows in parts.items():
-        grid.load_source(start, rows)
+        grid.write(grid.whole(start), rows)
     expected = quantize_block(torch.nn.functional.pad(weight, (0, width - columns)))
     guard = RefitGuard({"qkv": _Layer(grid)})
     guard.sleep(TAGS, {"qkv.weight": codes, "qkv.scale": scale_inv})
@@ -140,7 +140,7 @@ def test_a_block_that_shards_share_is_discarded_until_all_came(columns: int, wid
     for start in (192, 0, 128):
         with pytest.raises(RefitError, match=r"discarded 'qkv\.weight'"):
             guard.require_ready()
-        grid.load_source(start, parts[start])
+        grid.write(grid.whole(start), parts[start])
     guard.require_ready()
     assert torch.equal(codes.view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(scale_inv, expected.scale_inv)

@@ -39,7 +39,6 @@ WRAPPER = WeightsMapper(
 def test_inside_a_wrapper(engine: str, checkpoint: str) -> None:
     names = HfNames(MODULES, WRAPPER)
     assert names.of(engine) == checkpoint
-    assert names.differ
 
 
 def test_a_text_model_whose_class_also_loads_other_names() -> None:
@@ -48,13 +47,11 @@ def test_a_text_model_whose_class_also_loads_other_names() -> None:
     names = HfNames(["model.layers.1.mlp.up_proj", "lm_head"], mapper)
     assert names.of("model.layers.1.mlp.gate_up_proj") == "model.layers.1.mlp.gate_up_proj"
     assert names.of("lm_head.weight") == "lm_head.weight"
-    assert not names.differ
 
 
 def test_a_class_without_a_map() -> None:
     names = HfNames(["model.layers.1.mlp.up_proj"], None)
     assert names.of("model.layers.1.mlp.gate_up_proj") == "model.layers.1.mlp.gate_up_proj"
-    assert not names.differ
 
 
 def test_the_map_of_the_whole_model_counts() -> None:

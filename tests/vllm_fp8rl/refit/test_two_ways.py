@@ -20,7 +20,7 @@ from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.kv import observer as kv_observer
 from vllm_fp8rl.kv.scales import set_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
-from vllm_fp8rl.refit.receiver.weight_transfer import _Intake
+from vllm_fp8rl.refit.receiver.weight_transfer import Fp8RLNcclTransferEngine
 from vllm_fp8rl.refit.receiver.worker import STEPS
 
 pytestmark = pytest.mark.usefixtures("restored")
@@ -29,6 +29,12 @@ NORM = "model.norm.weight"
 
 def reload(engine: Any, tensors: Any) -> None:
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+
+
+def weight_transfer(engine: Any) -> None:
+    config = engine.llm.llm_engine.vllm_config
+    transfer = Fp8RLNcclTransferEngine(None, config, torch.device("cpu"), engine.model)
+    transfer.start_weight_update()
 
 
 def layerwise(engine: Any) -> None:
@@ -44,7 +50,7 @@ ENTRIES: dict[str, Callable[[Any, dict, Any], Any]] = {
     "refit of a stream": lambda e, t, path: refit(e.llm, iter(t.items()), expect_kv_scales=False),
     "files": lambda e, t, path: refit_from_files(e.llm, path, expect_kv_scales=False),
     "session": lambda e, t, path: RefitSession(e.model, expect_kv_scales=None).__enter__(),
-    "weight transfer": lambda e, t, path: _Intake(e.model).start(),
+    "weight transfer": lambda e, t, path: weight_transfer(e),
     "reload_weights": lambda e, t, path: reload(e, t.items()),
     "reload_weights of a stream": lambda e, t, path: reload(e, iter(t.items())),
     "layerwise reload": lambda e, t, path: layerwise(e),

@@ -11,7 +11,7 @@ from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from fp8rl.numerics import dequantize_block, quantize_block
 from support.engine import same_bits
 from vllm_fp8rl.storage import block_grid as grid_module
-from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
+from vllm_fp8rl.storage.block_grid import BlockGrid, Shard, empty_storage
 
 
 def make_grid(partitions: list[int], columns: int, scale_format: str = "fp32"):
@@ -47,16 +47,16 @@ def test_codes_keep_their_values_or_are_refused(
         full = torch.randn(origin_row + rows, origin_column + columns, generator=generator)
         wire = quantize_block(full)
         values[start] = dequantize_block(*wire)[origin_row:, origin_column:]
-        part = wire.codes[origin_row:, origin_column:]
-        arrivals += [(grid.load_codes, start, part), (grid.load_scales, start, wire.scale_inv)]
-    for load, start, tensor in data.draw(st.permutations(arrivals)):
+        shard = Shard(start, rows, (origin_row, origin_column), tuple(full.shape))
+        arrivals += [(grid.write, shard, wire.codes), (grid.write_scales, shard, wire.scale_inv)]
+    for write, shard, tensor in data.draw(st.permutations(arrivals)):
         before = [live.clone() for live in storage]
         try:
-            load(start, tensor, (origin_row, origin_column))
+            write(shard, tensor)
         except UnsupportedError as error:
-            assert f"rows from {start}" in str(error) and "BF16" in str(error)
+            assert f"rows from {shard.start}" in str(error) and "BF16" in str(error)
             assert all(map(same_bits, storage, before))
-            refused.add(start)
+            refused.add(shard.start)
     assert sorted(refused) == grid.missing()
     held = dequantize_block(*storage)
     for start, rows in zip(starts_of(partitions), partitions, strict=True):
@@ -73,7 +73,7 @@ def test_chunks_do_not_change_codes(monkeypatch):
     for chunk in (1, 1 << 30):
         monkeypatch.setitem(grid_module._CHUNK_ELEMENTS, "cpu", chunk)
         grid, storage = make_grid([700], 130)
-        grid.load_source(0, whole)
+        grid.write(grid.whole(0), whole)
         results.append(storage)
     assert same_bits(results[0][0], results[1][0])
     assert same_bits(results[0][1], results[1][1])
@@ -82,10 +82,10 @@ def test_chunks_do_not_change_codes(monkeypatch):
 def test_source_after_half_an_fp8_pair_wins():
     grid, (codes, _) = make_grid([128], 128)
     whole = torch.randn(128, 128)
-    grid.load_codes(0, quantize_block(torch.randn(128, 128)).codes, (0, 0))
+    grid.write(grid.whole(0), quantize_block(torch.randn(128, 128)).codes)
     with pytest.raises(RefitError, match="without its 'weight_scale_inv'"):
         grid.require_paired()
-    grid.load_source(0, whole)
+    grid.write(grid.whole(0), whole)
     grid.require_paired()
     assert same_bits(codes, quantize_block(whole).codes)
 
@@ -102,10 +102,10 @@ def test_source_after_half_an_fp8_pair_wins():
 def test_scales_that_the_engine_cannot_use(scale_format, value, message):
     grid, (_, scale_inv) = make_grid([256], 128, scale_format)
     with pytest.raises(ScaleError, match=rf"'layer\.weight_scale_inv' has a scale .*{message}"):
-        grid.load_scales(0, torch.tensor([[1.0], [value]]), (0, 0))
+        grid.write_scales(grid.whole(0), torch.tensor([[1.0], [value]]))
     assert torch.equal(scale_inv, torch.ones(2, 1))
     good = quantize_block(torch.randn(256, 128) * 2.0**-120, scale_format=scale_format).scale_inv
-    grid.load_scales(0, good, (0, 0))
+    grid.write_scales(grid.whole(0), good)
     assert torch.equal(scale_inv, good)
 
 
@@ -113,10 +113,10 @@ def test_scales_that_the_engine_cannot_use(scale_format, value, message):
 def test_other_dtypes_are_refused_not_cast(dtype):
     grid, _ = make_grid([128], 128)
     with pytest.raises(UnsupportedError, match=str(dtype)):
-        grid.load_source(0, torch.zeros(128, 128).to(dtype))
+        grid.write(grid.whole(0), torch.zeros(128, 128).to(dtype))
 
 
 def test_wrong_shape_is_refused():
     grid, _ = make_grid([128, 64], 128)
     with pytest.raises(RefitError, match=r"\(64, 128\)"):
-        grid.load_source(128, torch.zeros(65, 128))
+        grid.write(grid.whole(128), torch.zeros(65, 128))

@@ -27,8 +27,7 @@ from vllm_fp8rl.warmup import KernelWarmup
 from vllm_fp8rl.warmup import compile_kernels as program
 from vllm_fp8rl.warmup import kernel_warmup as warmup
 from vllm_fp8rl.warmup.kernel_lists import rows_to_try
-from vllm_fp8rl.warmup.kernel_warmup import find_job
-from vllm_fp8rl.warmup.nvcc import find_nvcc
+from vllm_fp8rl.warmup.kernel_warmup import find_job, find_nvcc
 from vllm_fp8rl.warmup.shapes import Job, Shape
 
 # As csrc/jit/compiler.hpp and kernel_runtime.hpp of DeepGEMM 2.5 do: the name hashes the source,

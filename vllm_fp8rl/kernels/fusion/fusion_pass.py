@@ -11,6 +11,7 @@ matches, the two kernels run separately, with the same result up to rounding.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,143 +39,109 @@ NAME = "fp8rl_quantize_fusion"
 PASS_KEY = "post_grad_custom_post_pass"
 _PASSES_OVER_RANKS = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
 _EPSILONS = (1e-5, 1e-6)
+Argument = tuple[torch.dtype, tuple[int, ...]]
 _ROWS = 5  # rows of the tensors that patterns are traced with; any number would do
 
 
-class SiluMulQuantize(VllmPatternReplacement):
-    """Fuse ``quantize(silu_and_mul(x))``."""
+class _Fusion(VllmPatternReplacement):
+    """A pattern and its replacement.
 
-    def __init__(self, dtype: torch.dtype, pow2: bool) -> None:
-        self._dtype = dtype
-        self._pow2 = pow2
-        self._silu_and_mul = MatcherSiluAndMul()
+    Args:
+        replacement: what takes its place, of the same arguments.
+        arguments: dtype and shape of each argument that both are traced with.
+    """
 
-    def get_inputs(self) -> list[torch.Tensor]:
-        return [self.empty(_ROWS, 2 * GROUP, dtype=self._dtype)]
+    def __init__(
+        self, pattern: Callable[..., Any], replacement: Callable[..., Any], *arguments: Argument
+    ) -> None:
+        self._pattern, self._replacement, self._arguments = pattern, replacement, arguments
 
     @property
     def pattern(self) -> Callable[..., Any]:
-        def pattern(x: torch.Tensor) -> Any:
-            return torch.ops.fp8rl.quantize(self._silu_and_mul(x), self._pow2)
-
-        return pattern
+        return self._pattern
 
     @property
     def replacement(self) -> Callable[..., Any]:
-        def replacement(x: torch.Tensor) -> Any:
-            return torch.ops.fp8rl.silu_mul_quantize(x, self._pow2)
+        return self._replacement
 
-        return replacement
+    def get_inputs(self) -> list[torch.Tensor]:
+        return [self.empty(*shape, dtype=dtype) for dtype, shape in self._arguments]
 
 
-class RmsNormQuantize(VllmPatternReplacement):
+def silu_mul_quantize(dtype: torch.dtype, pow2: bool) -> _Fusion:
+    """Fuse ``quantize(silu_and_mul(x))``."""
+    silu_and_mul = MatcherSiluAndMul()
+
+    def pattern(x: torch.Tensor) -> Any:
+        return torch.ops.fp8rl.quantize(silu_and_mul(x), pow2)
+
+    def replacement(x: torch.Tensor) -> Any:
+        return torch.ops.fp8rl.silu_mul_quantize(x, pow2)
+
+    return _Fusion(pattern, replacement, (dtype, (_ROWS, 2 * GROUP)))
+
+
+def norm_quantize(norm: Any, dtype: torch.dtype, epsilon: float, pow2: bool) -> _Fusion:
     """Fuse ``quantize(norm(x, weight, epsilon))``."""
 
-    def __init__(self, norm: Any, dtype: torch.dtype, epsilon: float, pow2: bool) -> None:
-        self._norm = norm
-        self._dtype = dtype
-        self._epsilon = epsilon
-        self._pow2 = pow2
+    def pattern(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        return torch.ops.fp8rl.quantize(norm(x, weight, epsilon), pow2)
 
-    def get_inputs(self) -> list[torch.Tensor]:
-        return [
-            self.empty(_ROWS, GROUP, dtype=self._dtype),
-            self.empty(GROUP, dtype=self._dtype),
-        ]
+    def replacement(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        return torch.ops.fp8rl.rms_norm_quantize(x, weight, epsilon, pow2)
 
-    @property
-    def pattern(self) -> Callable[..., Any]:
-        def pattern(x: torch.Tensor, weight: torch.Tensor) -> Any:
-            normed = self._norm(x, weight, self._epsilon)
-            return torch.ops.fp8rl.quantize(normed, self._pow2)
-
-        return pattern
-
-    @property
-    def replacement(self) -> Callable[..., Any]:
-        def replacement(x: torch.Tensor, weight: torch.Tensor) -> Any:
-            return torch.ops.fp8rl.rms_norm_quantize(x, weight, self._epsilon, self._pow2)
-
-        return replacement
+    return _Fusion(pattern, replacement, (dtype, (_ROWS, GROUP)), (dtype, (GROUP,)))
 
 
-class AddRmsNormQuantize(RmsNormQuantize):
+def add_norm_quantize(norm: Any, dtype: torch.dtype, epsilon: float, pow2: bool) -> _Fusion:
     """Fuse ``quantize(norm(x, residual, weight, epsilon))``; the sum is a second result."""
 
-    def get_inputs(self) -> list[torch.Tensor]:
-        return [*super().get_inputs(), self.empty(_ROWS, GROUP, dtype=self._dtype)]
+    def pattern(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any:
+        normed, total = norm(x, residual, weight, epsilon)
+        codes, scales = torch.ops.fp8rl.quantize(normed, pow2)
+        return codes, scales, total
 
-    @property
-    def pattern(self) -> Callable[..., Any]:
-        def pattern(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any:
-            normed, total = self._norm(x, residual, weight, self._epsilon)
-            codes, scales = torch.ops.fp8rl.quantize(normed, self._pow2)
-            return codes, scales, total
+    def replacement(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any:
+        return torch.ops.fp8rl.add_rms_norm_quantize(x, residual, weight, epsilon, pow2)
 
-        return pattern
-
-    @property
-    def replacement(self) -> Callable[..., Any]:
-        def replacement(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any:
-            return torch.ops.fp8rl.add_rms_norm_quantize(
-                x, residual, weight, self._epsilon, self._pow2
-            )
-
-        return replacement
+    rows = (dtype, (_ROWS, GROUP))
+    return _Fusion(pattern, replacement, rows, (dtype, (GROUP,)), rows)
 
 
-class NormRotate(VllmPatternReplacement):
+def norm_rotate(dtype: torch.dtype, epsilon: float) -> _Fusion:
     """Fuse the norms of queries and keys of ``exact`` with the rotation after them."""
 
-    def __init__(self, dtype: torch.dtype, epsilon: float) -> None:
-        self._dtype = dtype
-        self._epsilon = epsilon
+    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        size = weight.shape[0]
+        by_head = x.view(*x.shape[:-1], x.shape[-1] // size, size)
+        return torch.ops.fp8rl.exact_norm(by_head, weight, epsilon).view(x.shape)
 
-    def get_inputs(self) -> list[torch.Tensor]:
-        return [
-            self.empty(_ROWS, 2 * GROUP, dtype=self._dtype),
-            self.empty(_ROWS, GROUP, dtype=self._dtype),
-            self.empty(GROUP, dtype=self._dtype),
-            self.empty(GROUP, dtype=self._dtype),
-            self.empty(_ROWS, dtype=torch.int64),
-            self.empty_fp32(_ROWS, GROUP),
-        ]
+    def pattern(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        query_weight: torch.Tensor,
+        key_weight: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+    ) -> Any:
+        query, key = normed(query, query_weight), normed(key, key_weight)
+        return torch.ops.fp8rl.exact_rotate(query, key, positions, table)
 
-    @property
-    def pattern(self) -> Callable[..., Any]:
-        def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            size = weight.shape[0]
-            by_head = x.view(*x.shape[:-1], x.shape[-1] // size, size)
-            return torch.ops.fp8rl.exact_norm(by_head, weight, self._epsilon).view(x.shape)
+    def replacement(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        query_weight: torch.Tensor,
+        key_weight: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+    ) -> Any:
+        return torch.ops.fp8rl.exact_norm_rotate(
+            query, key, query_weight, key_weight, epsilon, positions, table
+        )
 
-        def pattern(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            query_weight: torch.Tensor,
-            key_weight: torch.Tensor,
-            positions: torch.Tensor,
-            table: torch.Tensor,
-        ) -> Any:
-            query, key = normed(query, query_weight), normed(key, key_weight)
-            return torch.ops.fp8rl.exact_rotate(query, key, positions, table)
-
-        return pattern
-
-    @property
-    def replacement(self) -> Callable[..., Any]:
-        def replacement(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            query_weight: torch.Tensor,
-            key_weight: torch.Tensor,
-            positions: torch.Tensor,
-            table: torch.Tensor,
-        ) -> Any:
-            return torch.ops.fp8rl.exact_norm_rotate(
-                query, key, query_weight, key_weight, self._epsilon, positions, table
-            )
-
-        return replacement
+    heads, weight = [(dtype, (_ROWS, count * GROUP)) for count in (2, 1)], (dtype, (GROUP,))
+    places = (torch.int64, (_ROWS,)), (torch.float32, (_ROWS, GROUP))
+    return _Fusion(pattern, replacement, *heads, weight, weight, *places)
 
 
 class FuseQuantization(VllmFusionPatternMatcherPass):
@@ -184,7 +151,7 @@ class FuseQuantization(VllmFusionPatternMatcherPass):
         super().__init__(engine, NAME)
         pow2 = recipe.activations.scale_format == "pow2"
         self._key = f"{pow2}, {recipe.exact}"
-        self._sources = [deep_gemm_op, fused_ops, triton_fused, triton_norm]
+        self._sources = [sys.modules[__name__], deep_gemm_op, fused_ops, triton_fused, triton_norm]
         dtype = engine.model_config.dtype
         norm, add_norm = vllm.ir.ops.rms_norm, vllm.ir.ops.fused_add_rms_norm
         if recipe.exact:
@@ -193,13 +160,13 @@ class FuseQuantization(VllmFusionPatternMatcherPass):
 
             self._sources += [exact, rotary]
             norm, add_norm = torch.ops.fp8rl.exact_norm, torch.ops.fp8rl.exact_add_norm
-        self.register(SiluMulQuantize(dtype, pow2))
+        self.register(silu_mul_quantize(dtype, pow2))
         for epsilon in _EPSILONS:
             # First: it contains the next.
-            self.register(AddRmsNormQuantize(add_norm, dtype, epsilon, pow2))
-            self.register(RmsNormQuantize(norm, dtype, epsilon, pow2))
+            self.register(add_norm_quantize(add_norm, dtype, epsilon, pow2))
+            self.register(norm_quantize(norm, dtype, epsilon, pow2))
             if recipe.exact:
-                self.register(NormRotate(dtype, epsilon))
+                self.register(norm_rotate(dtype, epsilon))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FuseQuantization:
         return self  # vLLM copies the dictionary that holds the pass; patterns do not change

@@ -39,7 +39,7 @@ from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import PACKING_CAPABILITIES, unsupported_reason
 from vllm_fp8rl.kernels.fusion import deep_gemm_op as deep_gemm_op  # registers fp8rl::deep_gemm
 from vllm_fp8rl.warmup import KernelWarmup
-from vllm_fp8rl.warmup.nvcc import NO_NVCC, find_nvcc
+from vllm_fp8rl.warmup.kernel_warmup import NO_NVCC, find_nvcc
 
 logger = init_logger("vllm.fp8rl")
 
@@ -52,13 +52,7 @@ _KERNELS = {
 
 
 class DelegatedKernel:
-    """One of vLLM's kernels, over the recipe's activations.
-
-    Args:
-        backend: a key of :data:`_KERNELS`.
-        config: vLLM's description of the layer.
-        recipe: scale formats.
-    """
+    """One of vLLM's kernels, over the recipe's activations."""
 
     def __init__(self, backend: str, config: FP8ScaledMMLinearLayerConfig, recipe: Recipe) -> None:
         self.backend = backend
@@ -103,11 +97,6 @@ class DelegatedKernel:
 def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedKernel:
     """Return the fastest of vLLM's kernels that serves a layer, or the one of ``linear_backend``.
 
-    Args:
-        shape: shape of the layer on this rank.
-        recipe: scale formats.
-        dtype: dtype of the activations.
-
     Raises:
         UnsupportedError: the GPU, the backend or the shape is not served.
     """
@@ -141,11 +130,7 @@ def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedK
 
 
 def unsupported_reasons(shape: GemmShape, dtype: torch.dtype) -> dict[str, str]:
-    """Return why each backend that is faster than the chosen one does not serve a layer.
-
-    Raises:
-        UnsupportedError: ``linear_backend`` names a kernel that is not served.
-    """
+    """Return why each backend that is faster than the chosen one does not serve a layer."""
     return _choose(shape, layer_config(shape, dtype))[1]
 
 
@@ -161,11 +146,7 @@ def layer_config(shape: GemmShape, dtype: torch.dtype) -> FP8ScaledMMLinearLayer
 
 
 def require_served_gpu(recipe: Recipe) -> None:
-    """Raise UnsupportedError if the kernels of this GPU are not served.
-
-    Args:
-        recipe: whether a GPU may be one on which nothing has run.
-    """
+    """Raise UnsupportedError if the kernels of this GPU are not served."""
     capability = current_platform.get_device_capability()
     reason = unsupported_reason(
         capability, rocm=current_platform.is_rocm(), allow_untested=recipe.allow_untested_gpu

@@ -7,7 +7,7 @@ there is never a silent fallback.
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,22 +18,12 @@ from fp8rl.numerics import Quantized, dequantize_block, dequantize_group, quanti
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.warmup import KernelWarmup
 
+if TYPE_CHECKING:
+    from vllm_fp8rl.kernels.linear.block_gemm import DelegatedKernel
+
 CPU_CACHE_ENV = "FP8RL_CPU_WEIGHT_CACHE"
 """``1`` (default) keeps a float32 copy of each FP8 weight on a CPU, which makes decoding faster and
 takes 5 more bytes per element; ``0`` dequantizes the weight at each call."""
-
-
-class LinearKernel(Protocol):
-    """``y = x @ w.T`` for one layer; activations are quantized in groups, the weight in blocks."""
-
-    backend: str
-    """``cpu``, or a value of vLLM's ``linear_backend``."""
-
-    def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
-        """Multiply ``x`` ``[..., K]`` and return ``[..., N]`` in ``x``'s dtype."""
-
-    def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
-        """Have kernels compiled ahead of use, for a layer whose ``weight`` is registered."""
 
 
 class CpuKernel:
@@ -43,13 +33,10 @@ class CpuKernel:
     A dequantized weight that is kept between calls is never outdated, whoever writes to the
     parameters: each call compares the live codes and scales bit by bit with those that it was made
     from. The comparison reads 2 bytes per element, the GEMM 4.
-
-    Args:
-        recipe: scale format of the activations, and ``exact``.
-        keep: whether to keep the dequantized weight between calls.
     """
 
     backend = "cpu"
+    """What a kernel of vLLM's has in its place is a value of ``linear_backend``."""
 
     def __init__(self, recipe: Recipe, *, keep: bool) -> None:
         self._format = recipe.activations.scale_format
@@ -59,6 +46,7 @@ class CpuKernel:
         self._weight: torch.Tensor | None = None
 
     def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
+        """Multiply ``x`` ``[..., K]`` and return ``[..., N]`` in ``x``'s dtype."""
         rows = quantize_group(x.reshape(-1, x.shape[-1]), scale_format=self._format)
         y = multiply_rows(dequantize_group(*rows).to(self._sums), self._dequantized(weight))
         return y.to(x.dtype).view(*x.shape[:-1], weight.codes.shape[0])
@@ -87,14 +75,8 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 def select_kernel(
     device: torch.device, shape: GemmShape, recipe: Recipe, dtype: torch.dtype
-) -> LinearKernel:
+) -> CpuKernel | DelegatedKernel:
     """Return the kernel of one layer on one rank.
-
-    Args:
-        device: device of the weight.
-        shape: shape of the layer on this rank; ``tokens`` is 0, because any number will come.
-        recipe: scale formats.
-        dtype: dtype of the activations.
 
     Raises:
         UnsupportedError: no kernel serves the device or the shape; the message says why.

@@ -48,7 +48,7 @@ from vllm_fp8rl.compat import known_options, one_class
 from vllm_fp8rl.kernels.linear.block_gemm import require_served_gpu
 from vllm_fp8rl.kernels.moe.settings import ACTIVATION_SCALES_ENV
 from vllm_fp8rl.warmup import KernelWarmup
-from vllm_fp8rl.warmup.nvcc import NO_NVCC, find_nvcc
+from vllm_fp8rl.warmup.kernel_warmup import NO_NVCC, find_nvcc
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -84,11 +84,6 @@ class ExpertsByRows(TritonOrDeepGemmExperts):
 
 def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) -> ConfiguredKernel:
     """Return the fastest of vLLM's kernels that runs FP8 experts, or the one of ``moe_backend``.
-
-    Args:
-        layer: layer whose weights are registered.
-        moe: vLLM's description of the layer.
-        recipe: scale formats.
 
     Raises:
         UnsupportedError: the GPU, the backend or the shape is not served, or vLLM
@@ -145,19 +140,11 @@ def warm_up_deep_gemm(layer: RoutedExperts, moe: FusedMoEConfig, warmup: KernelW
     )
     for stack in (layer.w13_weight, layer.w2_weight):
         experts, out_features, in_features = stack.shape
-        warmup.add_experts(experts, out_features, in_features, rows)
+        warmup.add(out_features, in_features, rows, experts)
 
 
 def delegate_plain_experts(layer: RoutedExperts, moe: FusedMoEConfig) -> ConfiguredKernel:
-    """Return vLLM's Triton kernel for unquantized experts; its others need repacked weights.
-
-    Args:
-        layer: layer whose weights are registered.
-        moe: vLLM's description of the layer.
-
-    Raises:
-        UnsupportedError: the backend or the layer is not served.
-    """
+    """Return vLLM's Triton kernel for unquantized experts; its others need repacked weights."""
     if moe.moe_backend not in ("auto", *_BACKENDS):
         _refuse(moe.moe_backend)
     kind = one_class(plain_backend_to_kernel_cls(UnquantizedMoeBackend.TRITON))

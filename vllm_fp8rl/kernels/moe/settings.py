@@ -26,10 +26,6 @@ def set_activation_scales(recipe: Recipe, *, experts: bool) -> None:
     engine without experts too: another one with experts may follow. Linear layers take the format
     as an argument.
 
-    Args:
-        recipe: recipe of an engine on a GPU.
-        experts: whether the model has experts.
-
     Raises:
         UnsupportedError: the model has experts and the environment contradicts the recipe.
     """

@@ -35,9 +35,6 @@ _ROUTER_SPLIT = "allow_rocm_bf16x3_router_gemm"
 def require_nothing_derived(model: torch.nn.Module) -> None:
     """Refuse a model that keeps what it has taken out of its weights where no refit writes.
 
-    Args:
-        model: the model of this rank, built, loaded or not.
-
     Raises:
         UnsupportedError: names module and class.
     """

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -42,7 +42,6 @@ from vllm_fp8rl.storage.experts import (
     ExpertGrids,
     ExpertParameter,
     load_fused,
-    scales_of,
     stack_of,
 )
 from vllm_fp8rl.storage.parameters import Fp8Parameter, Fp8Scale, Fp8Weight, ShardedParameter
@@ -83,9 +82,6 @@ class Entry(NamedTuple):
 class Inventory:
     """What a refit must bring, and where it goes.
 
-    Args:
-        model: the live vLLM model of this rank.
-
     Raises:
         UnsupportedError: the engine serves LoRA adapters, or see
             :func:`~vllm_fp8rl.refit.receiver.derived.require_nothing_derived`.
@@ -103,11 +99,8 @@ class Inventory:
         tied = {entry.alias_of for entry in unrouted.values() if entry.alias_of is not None}
         self.special = unrouted.keys() | tied
         """Names of tensors without a route, and of those that others are tied to."""
-        self.prefix = _prefix(model)
-        """What precedes these names in the whole model: empty if this is all of it; None for a part
-        none of whose layers knows its whole name, or whose names differ in the checkpoint."""
-        if self.prefix and state_of(model).hf_names.differ:
-            self.prefix = None
+        self.whole = _is_whole(model)
+        """Whether this is all of the engine's model, and not a part of it."""
         self.kv_scales = frozenset(required_kv_scales(model))
         """Names on the wire of the KV scales that generation needs."""
         self._scales = {
@@ -266,19 +259,13 @@ def require_one_stage() -> None:
         )
 
 
-def _prefix(model: torch.nn.Module) -> str | None:
-    """What precedes the paths of a part of a model, found by a layer that knows its whole name."""
+def _is_whole(model: torch.nn.Module) -> bool:
+    """Whether the layers' paths are the names that they have in the engine."""
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        for owner, attribute in ((module, "layer_name"), (method, "name")):
-            whole = getattr(owner, attribute, None)
-            if not isinstance(whole, str):
-                continue
-            if path and f".{whole}".endswith(f".{path}"):
-                return whole.removesuffix(path)
-            if not path and isinstance(module, VocabParallelEmbedding):
-                return f"{whole}."  # other layers have no names for their tensors without a parent
-    return None
+        if path and path in (getattr(module, "layer_name", None), getattr(method, "name", None)):
+            return True
+    return False
 
 
 def entries_of(model: torch.nn.Module) -> Iterator[tuple[str, Entry]]:
@@ -311,17 +298,15 @@ def _tensors(
     """The HF tensors that make one parameter, with the engine's names of what precedes them.
 
     Args:
-        name: name of the parameter.
-        module: module that holds it.
-        parameter: the parameter.
-        fused: vLLM's table of fused modules.
         whole: shape of the HF tensor by the table of families; None for a linear's, and for a
             tensor that the table does not have.
     """
     # A router may have a bias for each expert beside its weight, which is a plain parameter.
     module_name, _, leaf = name.rpartition(".")
     if kind_of(module_name) == "conv1d":
-        yield name, Entry(_conv_shape(module), name, "plain", partial(_by_loader, parameter, ()))
+        conv: Any = module  # whose weight vLLM may keep packed
+        shape: tuple[int, ...] = (conv.output_size, 1, conv.input_size)
+        yield name, Entry(shape, name, "plain", partial(_by_loader, parameter, ()))
     elif isinstance(module, LinearBase) and leaf in _OF_LINEARS:
         yield from _linear(name, module, parameter, fused)
     elif isinstance(module, VocabParallelEmbedding):
@@ -361,61 +346,43 @@ def _linear(
         kind = "codes" if isinstance(parameter, Fp8Weight) else "scales"
     # vLLM's own table of a class may lack gate_up_proj where no layer of the config is dense.
     parts = fused.get(module_leaf) or FUSED.get(module_leaf) or [module_leaf]
-    rows = _rows(module)
+    rows, shard_ids = zip(*_matrices(module), strict=True)
     spans = [SPANS.get(part, 1) for part in parts]
     if sum(spans) != len(rows):  # fused in the checkpoint too, with blocks of its own
         shape = _shape(leaf, sum(rows), module.input_size)
         yield f"{path}.{leaf}", Entry(shape, name, kind, None, codes_fit=kind == "plain")
         return
+    sharded = parameter if isinstance(parameter, ShardedParameter) else None
+    matrices = iter(range(len(rows)))
     for index, (part, span) in enumerate(zip(parts, spans, strict=True)):
-        first = sum(spans[:index])
-        matrices = range(first, first + span)
         route: Route | None = None
-        fits = True
-        if isinstance(parameter, ShardedParameter) and len(parameter.partitions) == len(rows):
-            pieces = list(_pieces(parameter, [rows[i] for i in matrices], first, module.input_size))
-            route = partial(_store, parameter, pieces)
-            if isinstance(parameter, Fp8Parameter):
-                fits = all(_fits(parameter, piece) for piece in pieces)
-        elif span == 1 and not isinstance(parameter, ShardedParameter):  # a bias, or a router
-            route = partial(_by_loader, parameter, _shard_ids(module)[index])
-        shape = _shape(leaf, sum(rows[i] for i in matrices), module.input_size)
+        fits, total, pieces = True, 0, []
+        for number in islice(matrices, span):
+            if sharded is not None and len(sharded.partitions) == len(rows):
+                start, local_rows = sharded.partitions[number]
+                shard = sharded.shard(start, local_rows, (rows[number], module.input_size))
+                pieces.append(_Piece(total, shard))
+                if isinstance(sharded, Fp8Parameter):
+                    origin = (total + shard.origin[0], shard.origin[1])
+                    fits = fits and sharded.grid.codes_fit(start, origin)
+            total += rows[number]
+        if sharded is None and span == 1:  # a bias, or a router
+            route = partial(_by_loader, parameter, shard_ids[index])
+        elif sharded is not None and pieces:
+            route = partial(_store, sharded, pieces)
+        shape = _shape(leaf, total, module.input_size)
         yield (
             ".".join(filter(None, (parent, part, leaf))),
             Entry(shape, name, kind, route, codes_fit=fits),
         )
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Rows of an HF weight that make one matrix of a fused layer."""
+class _Piece(NamedTuple):
+    """Rows of an HF weight, from ``first`` on, that make one matrix of a fused layer."""
 
     first: int
     shard: Shard
     """Where the matrix lies on this rank, and in these rows."""
-
-
-def _pieces(
-    parameter: ShardedParameter, rows: Sequence[int], index: int, columns: int
-) -> Iterator[_Piece]:
-    """The pieces of an HF weight.
-
-    Args:
-        parameter: parameter that holds them.
-        rows: rows of the HF weight for each matrix.
-        index: number of the first matrix in the layer.
-        columns: columns of the HF weight.
-    """
-    first = 0
-    for number, count in enumerate(rows, index):
-        start, local_rows = parameter.partitions[number]
-        yield _Piece(first, parameter.shard(start, local_rows, (count, columns)))
-        first += count
-
-
-def _fits(parameter: Fp8Parameter, piece: _Piece) -> bool:
-    row, column = piece.shard.origin
-    return parameter.grid.codes_fit(piece.shard.start, (piece.first + row, column))
 
 
 def _store(
@@ -429,10 +396,9 @@ def _store(
         parameter.store(pieces[0].shard, tensor, batch)
         return
     block = BLOCK[0] if isinstance(parameter, Fp8Scale) else 1
-    for piece in pieces:
-        first = piece.first // block
-        part = tensor[first : first + cdiv(piece.shard.full[0], block)]
-        parameter.store(piece.shard, part, batch)
+    for row, shard in pieces:
+        first = row // block
+        parameter.store(shard, tensor[first : first + cdiv(shard.full[0], block)], batch)
 
 
 def _experts(path: str, module: RoutedExperts) -> Iterator[tuple[str, Entry]]:
@@ -449,8 +415,8 @@ def _experts(path: str, module: RoutedExperts) -> Iterator[tuple[str, Entry]]:
             route = partial(experts.load, expert, matrix) if local else _leave_out
             yield name, Entry(shape, parameter, kind, route, local=local, codes_fit=fits)
             if quantized:
-                stack = f"{path}.{scales_of(matrix)}"
                 route = partial(experts.load_scales, expert, matrix) if local else _leave_out
+                stack = f"{parameter}_scale_inv"
                 entry = Entry(scales, stack, "scales", route, local=local, codes_fit=fits)
                 yield f"{name}_scale_inv", entry
     for leaf, matrices in layout.fused.items():
@@ -491,28 +457,15 @@ def _load_kv_scale(parameter: Any, tensor: torch.Tensor, batch: WriteBatch) -> N
     parameter.weight_loader(parameter, tensor, fill=batch.fill)
 
 
-def _conv_shape(conv: Any) -> tuple[int, int, int]:
-    """HF's shape of the weight of a causal convolution, which vLLM may keep packed."""
-    return conv.output_size, 1, conv.input_size
-
-
-def _rows(module: LinearBase) -> list[int]:
-    """Rows of each HF weight that makes a linear layer."""
+def _matrices(module: LinearBase) -> list[tuple[int, tuple[Any, ...]]]:
+    """List a linear layer's HF weights: rows, and the arguments by which vLLM's loader knows it."""
     if isinstance(module, QKVParallelLinear):
-        heads = (module.total_num_heads, module.total_num_kv_heads, module.total_num_kv_heads)
-        return [count * module.head_size for count in heads]
+        heads = {"q": module.total_num_heads}
+        heads |= dict.fromkeys("kv", module.total_num_kv_heads)
+        return [(count * module.head_size, (role,)) for role, count in heads.items()]
     if isinstance(module, MergedColumnParallelLinear):
-        return list(module.output_sizes)
-    return [module.output_size]
-
-
-def _shard_ids(module: LinearBase) -> list[tuple[Any, ...]]:
-    """The arguments by which vLLM's loader knows each HF tensor of a linear layer."""
-    if isinstance(module, QKVParallelLinear):
-        return [("q",), ("k",), ("v",)]
-    if isinstance(module, MergedColumnParallelLinear):
-        return [(index,) for index in range(len(module.output_sizes))]
-    return [()]
+        return [(rows, (index,)) for index, rows in enumerate(module.output_sizes)]
+    return [(module.output_size, ())]
 
 
 def _shape(leaf: str, rows: int, columns: int) -> tuple[int, ...]:

@@ -189,7 +189,9 @@ class RefitSession:
                 raise came_twice(name)
             covered.update(entry.covers)
         scaled = self._check_pairs(arriving)
-        self._check_values(known, finite(), limit)
+        bad = [item for item, good in zip(known, finite(), strict=True) if not good]
+        if bad:
+            raise RefitError(f"{not_finite(*bad[0], limit)}; the engine was not given it.")
         for name, tensor in scales:
             check_scales(name, tensor, self._inventory.grids[0].scale_format)
         if known:
@@ -250,13 +252,6 @@ class RefitSession:
         self._guard.session = None
         self._leave_closed(f"a refit broke off ({reason})")
 
-    def _begin_writing(self) -> None:
-        for grid in self._inventory.grids:
-            grid.forget_unpaired()
-        self.wrote = True
-        self._guard.close("a refit is under way")
-        self._guard.values.owed = set()  # by plain loads: from here on only a refit opens the model
-
     def _leave_closed(self, what: str) -> None:
         if self.wrote:
             self._guard.close(f"The weights are half-updated: {what}")
@@ -282,16 +277,13 @@ class RefitSession:
                 "the weight in BF16."
             )
 
-    def _check_values(
-        self, tensors: Sequence[tuple[str, torch.Tensor]], finite: Sequence[bool], limit: float
-    ) -> None:
-        if not all(finite):
-            name, tensor = tensors[finite.index(False)]
-            raise RefitError(f"{not_finite(name, tensor, limit)}; the engine was not given it.")
-
     def _write(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         if not self.wrote:
-            self._begin_writing()
+            for grid in self._inventory.grids:
+                grid.forget_unpaired()
+            self.wrote = True
+            self._guard.close("a refit is under way")
+            self._guard.values.owed = set()  # from here on no plain load opens the model
         special = self._inventory.special
         batch = [item for item in weights if item[0] not in special]
         others = list(self._untied([item for item in weights if item[0] in special]))
@@ -330,11 +322,7 @@ class RefitSession:
         return canonical
 
     def _check_pairs(self, arriving: dict[str, torch.dtype]) -> set[str]:
-        """Names of all scales of FP8 codes that have come, those arriving included.
-
-        Raises:
-            RefitError: a weight that is not in FP8 came with scales.
-        """
+        """Names of all scales of FP8 codes that have come, those arriving included."""
         scaled = self._scaled | {name for name in arriving if name.endswith(_SCALES)}
         for scales in scaled:
             weight = scales.removesuffix(_SCALES)
@@ -399,9 +387,10 @@ class RefitSession:
         ):
             missing += sorted(self._scales - received.keys())
         if missing:
+            shown = ", ".join(f"'{name}'" for name in missing[:5])
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise RefitError(
-                f"The refit lacks {len(missing)} of the model's tensors: {_some(missing)}; "
-                f"{REMEDY}."
+                f"The refit lacks {len(missing)} of the model's tensors: {shown}{more}; {REMEDY}."
             )
 
 
@@ -421,8 +410,3 @@ def _equals_live(model: torch.nn.Module, entry: Entry, tensor: torch.Tensor) -> 
     local = tensor[first : module.shard_indices.org_vocab_end_index]
     pairs = zip(parts(local), parts(live[: local.shape[0]]), strict=True)
     return all(torch.equal(ours.to(held), held) for ours, held in pairs)
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:5])
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")

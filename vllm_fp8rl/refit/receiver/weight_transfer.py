@@ -32,20 +32,33 @@ from vllm_fp8rl.refit.tensor_stream import BATCH_BYTES, Named, batches
 from vllm_fp8rl.refit.transport import Payload, received
 
 
-class _Intake:
-    """Stands in for the model of a transfer engine, and loads tensors through a refit session."""
+class _SessionEngine:
+    """The part of both engines that handles a weight update, through a refit session.
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    vLLM's part has this object in the place of the model, and calls its :meth:`load_weights`.
+    """
+
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
+        super().__init__(config, vllm_config, device, self)  # type: ignore[call-arg]
+        self._live_model = model
         self._session: RefitSession | None = None
 
-    def start(self) -> None:
-        session = RefitSession(self._model, expect_kv_scales=None)
+    def start_weight_update(self) -> None:
+        """Open a session."""
+        session = RefitSession(self._live_model, expect_kv_scales=None)
         self._session = session.__enter__()
 
-    def check(self, coming: Iterable[Named]) -> None:
-        """Refuse tensors of the meta device; see :meth:`RefitSession.check`."""
-        self._opened().check(coming)
+    def update_weights(self, update_info: Any) -> None:
+        """Receive a part of the weights; an error breaks the whole update off."""
+        try:
+            super().update_weights(update_info)  # type: ignore[misc]
+        except BaseException as error:
+            if self._session is not None:
+                self._session.abandon(type(error).__name__)
+                self._session = None
+            raise
 
     def load_weights(self, weights: Iterable[Named], *, kept: bool = False) -> None:
         """Load tensors; ``kept`` as in :func:`~vllm_fp8rl.refit.tensor_stream.batches`."""
@@ -53,61 +66,20 @@ class _Intake:
         for batch in batches(weights, BATCH_BYTES, kept=kept):
             session.load(batch)
 
-    def _opened(self) -> RefitSession:
-        # vLLM forgets about an update that failed at its end only when another one fails: a sender
-        # that tries again need not, and cannot, call start_weight_update.
-        if self._session is None:
-            self.start()
-        assert self._session is not None
-        return self._session
-
-    def abandon(self, reason: str) -> None:
-        if self._session is not None:
-            self._session.abandon(reason)
-            self._session = None
-
-    def finish(self) -> None:
+    def finish_weight_update(self) -> None:
+        """Require every tensor, and let the model run; the caller resets the prefix cache."""
         if self._session is None:
             raise RefitError("The weight update had failed; send all of it again, then finish it.")
         session, self._session = self._session, None
         session.__exit__(None, None, None)
 
-
-class _SessionEngine:
-    """The part of both engines that handles a weight update."""
-
-    supports_draft_weight_update = False
-
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
-        super().__init__(config, vllm_config, device, _Intake(model))  # type: ignore[call-arg]
-
-    def start_weight_update(self) -> None:
-        """Open a session.
-
-        Raises:
-            RefitError: another refit is under way.
-        """
-        self.model.start()  # type: ignore[attr-defined]
-
-    def update_weights(self, update_info: Any) -> None:
-        """Receive a part of the weights; an error breaks the whole update off.
-
-        Raises:
-            Fp8RLError: see :class:`~vllm_fp8rl.refit.receiver.session.RefitSession`.
-        """
-        try:
-            super().update_weights(update_info)  # type: ignore[misc]
-        except BaseException as error:
-            self.model.abandon(type(error).__name__)  # type: ignore[attr-defined]
-            raise
-
-    def finish_weight_update(self) -> None:
-        """Let the model run. The caller resets the prefix cache, and a connector's.
-
-        Raises:
-            RefitError: tensors are missing.
-        """
-        self.model.finish()  # type: ignore[attr-defined]
+    def _opened(self) -> RefitSession:
+        # vLLM forgets about an update that failed at its end only when another one fails: a sender
+        # that tries again need not, and cannot, call start_weight_update.
+        if self._session is None:
+            self.start_weight_update()
+        assert self._session is not None
+        return self._session
 
 
 @dataclass
@@ -140,12 +112,12 @@ class Fp8RLTransferEngine(_SessionEngine, WeightTransferEngine[Fp8RLInitInfo, Fp
     def receive_weights(self, update_info: Fp8RLUpdateInfo) -> None:
         """Load a file or a payload."""
         if update_info.path is not None:
-            stored = read_files(update_info.path, self.model.check)
-            self.model.load_weights(stored, kept=True)
+            stored = read_files(update_info.path, lambda coming: self._opened().check(coming))
+            self.load_weights(stored, kept=True)
             return
         assert update_info.payload is not None
-        with received(update_info.payload, self.model.check) as tensors:
-            self.model.load_weights(tensors.items())
+        with received(update_info.payload, lambda coming: self._opened().check(coming)) as tensors:
+            self.load_weights(tensors.items())
 
     def shutdown(self) -> None:
         """Nothing to do."""

@@ -219,7 +219,7 @@ STEPS: dict[str, Callable[..., Answer]] = {
 }
 """Every step by its name; each takes the worker first."""
 NEED_IDLE = frozenset({"fp8rl_refit_begin", "fp8rl_set_kv_scales", "fp8rl_observe_kv"})
-"""Steps that change what requests in flight depend on; see ``patches/engine_core.py``."""
+"""Steps that change what requests in flight depend on; see ``patches/requests.py``."""
 
 
 class RefitWorker(RefitMixin):

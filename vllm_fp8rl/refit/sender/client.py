@@ -285,11 +285,7 @@ def require_idle(llm: LLM) -> None:
 
 
 def forget_prefixes(llm: LLM, what: str) -> None:
-    """Empty the prefix cache of an idle engine, and a KV connector's, which hold ``what``.
-
-    Raises:
-        RefitError: something holds KV blocks.
-    """
+    """Empty the prefix cache of an idle engine, and a KV connector's, which hold ``what``."""
     require_emptied(llm.reset_prefix_cache(reset_connector=True), what)
 
 
@@ -316,9 +312,7 @@ def refit_steps(
     """Describe a refit.
 
     Args:
-        session: name of the session.
         expect_kv_scales: see :class:`~vllm_fp8rl.refit.receiver.session.RefitSession`.
-        transfer: the steps that bring the tensors.
         keep_keys: keep the KV cache unless a KV scale changes or has changed since it was emptied.
 
     Returns:
@@ -343,7 +337,6 @@ def send(
     """Describe how workers get tensors: as they are in this process, packed in others.
 
     Args:
-        session: name of the session.
         tensors: HF-named tensors, read one batch at a time.
         batch_bytes: bytes handed over at once; more for tensors on a GPU that the workers see.
         held: all tensors exist already, so that those on a GPU may go to this process at once.

@@ -1,7 +1,8 @@
-"""Rotary embedding with cos and sin in float32, as in TransformerEngine's fused kernel.
+"""Rotation and SwiGLU that round as in the trainer.
 
-vLLM keeps cos and sin in the model's dtype. The fused kernel computes them from float32 angles,
-multiplies in float32 and rounds once (``transformer_engine/common/fused_rope/fused_rope.cu``).
+The rotation has cos and sin in float32, as in TransformerEngine's fused kernel. vLLM keeps them in
+the model's dtype. The fused kernel computes them from float32 angles, multiplies in float32 and
+rounds once (``transformer_engine/common/fused_rope/fused_rope.cu``).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
 
 Rotated = tuple[torch.Tensor, torch.Tensor | None]
@@ -69,6 +71,19 @@ class Float32Rotary(RotaryEmbedding):
         both = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
         joined = torch.cat(both, -1) if self.is_neox_style else torch.stack(both, -1).flatten(-2)
         return torch.cat((joined, rest), -1).view(x.shape)
+
+
+class RoundedOnceSiluAndMul(SiluAndMul):
+    """``silu(gate) * up`` in float32, rounded once; vLLM's kernel rounds ``silu(gate)`` too.
+
+    It serves engines that are not compiled, as compiled ones and the trainer round.
+    """
+
+    def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``[.., K]`` for gate and up side by side in ``[.., 2 K]``."""
+        from fp8rl.numerics.triton.activations import silu_and_mul  # needs Triton
+
+        return silu_and_mul(x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

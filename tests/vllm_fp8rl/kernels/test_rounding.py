@@ -21,7 +21,7 @@ from support.engine import PROMPTS, Engine, keep_process_groups, start_engine
 from support.processes import answer, run_forked
 from support.tiny import make_checkpoint
 from vllm_fp8rl.kernels.replaced_modules import ModuleReplacement
-from vllm_fp8rl.kernels.rounding.rotary import Float32Rotary, kept_reason, nearest_bf16
+from vllm_fp8rl.kernels.rounding import Float32Rotary, kept_reason, nearest_bf16
 
 HEADS, SIZE, LENGTH = 3, 64, 200
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
@@ -168,7 +168,7 @@ from torch._inductor import config, metrics
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.ir.ops import rms_norm
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm_fp8rl.kernels.rounding.rotary import Float32Rotary
+from vllm_fp8rl.kernels.rounding import Float32Rotary
 
 config.cpp.vec_isa_ok = True  # which a compilation of its own would find out
 torch.set_num_threads(1)

@@ -1,1 +1,0 @@
-"""Rotation and SwiGLU that round as in the trainer."""
