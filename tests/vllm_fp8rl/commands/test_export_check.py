@@ -128,7 +128,14 @@ def test_stock_vllm_loads_it(engine, out, monkeypatch):
     assert len(stock.greedy(PROMPTS)) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts", "mixtral", "minimax_m2", "glm4_moe"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dense",
+        "experts",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("mixtral", "minimax_m2", "glm4_moe")),
+    ],
+)
 def test_check_finds_equal_logprobs_and_a_wrong_scale(tmp_path, kind):
     if kind != "dense":
         require_cpu_router()

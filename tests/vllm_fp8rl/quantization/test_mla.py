@@ -51,7 +51,11 @@ class Case:
         return [m for m in self.engine.model.modules() if isinstance(m, MLAAttention)]
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    # test_families.py runs a shape with q_lora_rank among the quick tests.
+    params=["moonlight", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v3", "v2"))],
+)
 def case(
     request: pytest.FixtureRequest,
     experts_on_a_cpu: None,
