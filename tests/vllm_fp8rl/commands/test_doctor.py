@@ -16,7 +16,7 @@ from fp8rl.models.sizes import Sizes, gib, mib
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import FP8_DTYPE
 from fp8rl.plugins.adapters import Diagnosis
-from support.engine import Engine, register_model
+from support.engine import Engine
 from support.mla import RECIPE
 from vllm_fp8rl import compat, hooks
 from vllm_fp8rl.commands import doctor
@@ -161,7 +161,6 @@ def test_problems_are_sentences_with_a_remedy(
         model_type="apertus",
         hidden_act="xielu",
     )
-    register_model(unknown)
     said = problem(unknown)
     assert "does not serve a dense model ('apertus') of an unknown family; start it without" in said
     assert "The types served are llama, mistral, qwen2" in said and len(said) < 600
