@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from fp8rl.errors import Fp8RLError
 from support.models import MODELS, Live, differing
-from support.wire import FAULTS, IN_FILES, SenderDied, Wire, items, make_wire, refilled, spoil
+from support.wire import FAULTS, NOT_IN_FILES, SenderDied, Wire, items, make_wire, refilled, spoil
 from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
 
@@ -43,7 +43,7 @@ def through(door: str, live: Live, wire: Wire, batch_bytes: int, rng: random.Ran
                 session.load(batch)
         llm.reset_prefix_cache()
         return session.report
-    if door == "files" and set(wire.faults) - {"announced: False"} <= IN_FILES:
+    if door == "files" and not NOT_IN_FILES & set(wire.faults):
         with tempfile.TemporaryDirectory() as folder:
             for number, batch in enumerate(_batches(wire, rng)):
                 tensors = {name: tensor.contiguous() for name, tensor in batch}

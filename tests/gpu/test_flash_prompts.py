@@ -23,7 +23,6 @@ from support.gpu_engine import (
     QUICK,
     GpuEngine,
     Rollout,
-    make_checkpoints,
     refit_tensors,
     start_engine,
 )
@@ -97,11 +96,6 @@ def test_the_host_does_not_wait_for_the_gpu(flash) -> None:
 # Engines. Linear layers in BF16, so that nothing else rounds much.
 
 RECIPE = Recipe.from_dict({"rollout": False})
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module", params=[{"enforce_eager": True}, QUICK], ids=["eager", "graphs"])

@@ -30,16 +30,10 @@ from support.gpu_engine import (
     check_through_refits,
     expected_logprobs,
     kv_scales,
-    make_checkpoints,
     refit_tensors,
     start_engine,
 )
 from vllm_fp8rl.refit import refit
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module")

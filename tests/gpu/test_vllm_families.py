@@ -17,11 +17,16 @@ pytest.importorskip("vllm")
 
 from fp8rl import Recipe
 from fp8rl.recipe import KVCache
-from support.gpu_engine import PROMPTS, Rollout, check_through_refits, refit_tensors, start_engine
+from support.gpu_engine import (
+    Rollout,
+    check_through_refits,
+    expected_logprobs,
+    refit_tensors,
+    start_engine,
+)
 from support.tiny import make_family_checkpoint
 from support.wrong_tensors import changed_checkpoint, nearer, wrong_tensors
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.testing.hf_reference import load_reference
 
 RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
 SHAPE: dict[str, Any] = {
@@ -38,14 +43,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def logprobs(path: Path, rollout: Rollout, recipe: Recipe, **options: Any) -> torch.Tensor:
-    """Logprobs of a rollout's tokens by transformers."""
-    reference = load_reference(path, recipe, device="cuda", **options)
-    sequences = [p + t for p, t in zip(PROMPTS, rollout.tokens, strict=True)]
-    rows = reference.many(sequences).split([len(sequence) - 1 for sequence in sequences])
-    return torch.cat([r[-len(t) :] for r, t in zip(rows, rollout.tokens, strict=True)])
-
-
 @pytest.mark.parametrize("kind", CASES)
 def test_logprobs_equal_transformers_through_refits(kind: str, tmp_path: Path) -> None:
     paths = {
@@ -60,14 +57,14 @@ def test_logprobs_equal_transformers_through_refits(kind: str, tmp_path: Path) -
             refit(engine.llm, tensors[name].items(), expect_kv_scales=False)
 
         def expected(name: str, rollout: Rollout, recipe: Recipe, **options: Any) -> torch.Tensor:
-            return logprobs(paths[name], rollout, recipe, **options)
+            return expected_logprobs(paths[name], recipe, rollout, **options)
 
         check_through_refits(engine, give, expected)
         give("b")
         rollout = engine.rollout()
         wrong = {
-            what: logprobs(
-                changed_checkpoint(paths["b"], tmp_path / "wrong", changes), rollout, RECIPE
+            what: expected_logprobs(
+                changed_checkpoint(paths["b"], tmp_path / "wrong", changes), RECIPE, rollout
             )
             for what, changes in wrong_tensors(tensors["b"], tensors["a"]).items()
         }

@@ -22,7 +22,6 @@ from support.gpu_engine import (
     GpuEngine,
     expected_logprobs,
     kv_scales,
-    make_checkpoints,
     refit_tensors,
     start_engine,
 )
@@ -32,11 +31,6 @@ from vllm_fp8rl.kv.scales import kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module", params=["FLASH_ATTN", "TRITON_ATTN"])

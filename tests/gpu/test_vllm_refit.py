@@ -17,16 +17,11 @@ pytest.importorskip("vllm")
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.numerics import quantize_block
-from support.gpu_engine import GpuEngine, make_checkpoints, refit_tensors, start_engine
+from support.gpu_engine import GpuEngine, refit_tensors, start_engine
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.storage.block_grid import BlockGrid, WriteBatch, empty_storage
 
 BUSY = 2_000_000  # clock ticks of a kernel that only waits: about a millisecond
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,13 @@ SETTINGS: dict[str, Any] = {
 """Of every small engine here."""
 
 
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.o_proj": ("self_attn.o_proj",),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj": ("mlp.down_proj",),
+}
+"""The linear layers of a dense model's layer in vLLM, and their parts in the checkpoint."""
 SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
 """As a trainer sends them behind the weights."""
 

@@ -15,7 +15,7 @@ from fp8rl import Recipe
 from fp8rl.kv_scales import parse_scale_name, scale_name
 from fp8rl.numerics import Quantized
 from fp8rl.numerics.reference import quantize_block
-from support.engine import Engine, keep_process_groups, start_engine
+from support.engine import FUSED, Engine, keep_process_groups, start_engine
 from vllm_fp8rl.refit import drop_requests
 
 LAYERS = 2
@@ -35,12 +35,6 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 BLOCK = (128, 128)
-FUSED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attn.o_proj": ("self_attn.o_proj",),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down_proj": ("mlp.down_proj",),
-}
 Tensors = dict[str, torch.Tensor]
 
 

@@ -219,8 +219,7 @@ def fork_engines() -> None:
     """Let vLLM fork the processes of this process's engines, and let them wait without a core.
 
     vLLM's platform for CPUs always spawns them, and each imports vLLM again for 8 s of CPU time.
-    Those of ``async_cases.py`` and of ``examples/vllm_push.py``, which test_frameworks.py runs as a
-    user does, are spawned.
+    Those of ``examples/vllm_push.py``, which test_frameworks.py runs as a user does, are spawned.
 
     Each process asks for messages without a pause for a second after the last one, before it
     sleeps until the next one comes: that second is cut short, for two cores have other work to do.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -117,21 +116,11 @@ def _fuse_experts(model: Model, tensors: Tensors) -> Tensors:
 
 
 Fault = Callable[[Wire, random.Random], bool]
+"""Spoils a wire in place; False where it could not."""
+Wanted = Callable[[Wire, str, torch.Tensor], bool]
 FAULTS: dict[str, Fault] = {}
-IN_FILES = set[str]()
-"""Faults that a safetensors file can hold."""
-
-
-def fault(name: str, *, in_files: bool = True) -> Callable[[Fault], Fault]:
-    """Register a way to spoil a wire; the function says whether it could."""
-
-    def register(spoil: Fault) -> Fault:
-        FAULTS[name] = spoil
-        if in_files:
-            IN_FILES.add(name)
-        return spoil
-
-    return register
+NOT_IN_FILES = set[str]()
+"""Faults that no safetensors file can hold."""
 
 
 def spoil(wire: Wire, name: str, rng: random.Random) -> None:
@@ -139,85 +128,151 @@ def spoil(wire: Wire, name: str, rng: random.Random) -> None:
         wire.faults.append(name)
 
 
-def _pick(wire: Wire, rng: random.Random, wanted: Callable[[str, Any], bool]) -> int | None:
+def fault(name: str) -> Callable[[Fault], Fault]:
+    """Register a way to spoil a wire."""
+
+    def register(spoil: Fault) -> Fault:
+        FAULTS[name] = spoil
+        return spoil
+
+    return register
+
+
+def pick(wire: Wire, rng: random.Random, wanted: Wanted) -> int | None:
     """A place in the stream whose tensor is one; KV scales are none."""
     places = [
         place
         for place, (name, value) in enumerate(wire.stream)
         if isinstance(value, torch.Tensor) and value.ndim and value.numel() > 1
-        and wanted(name, value)
+        and wanted(wire, name, value)
     ]  # fmt: skip
     return rng.choice(places) if places else None
 
 
-def _replace(
-    wire: Wire,
-    rng: random.Random,
-    wanted: Callable[[str, torch.Tensor], bool],
-    change: Callable[[torch.Tensor], Any],
-) -> bool:
-    place = _pick(wire, rng, wanted)
-    if place is None:
-        return False
-    name, tensor = wire.stream[place]
-    wire.stream[place] = (name, change(tensor))
-    return True
+def replaced(
+    name: str, wanted: Wanted, change: Callable[[Wire, random.Random, torch.Tensor], Any]
+) -> None:
+    """Register a fault that changes one tensor of a kind."""
+
+    @fault(name)
+    def _(wire: Wire, rng: random.Random) -> bool:
+        if (place := pick(wire, rng, wanted)) is None:
+            return False
+        sent, tensor = wire.stream[place]
+        wire.stream[place] = (sent, change(wire, rng, tensor))
+        return True
 
 
-def _source(name: str, tensor: torch.Tensor) -> bool:
+def inserted(name: str, item: Callable[[Wire, random.Random], tuple[str, Any] | None]) -> None:
+    """Register a fault that puts one more item into the stream."""
+
+    @fault(name)
+    def _(wire: Wire, rng: random.Random) -> bool:
+        if (more := item(wire, rng)) is None:
+            return False
+        wire.stream.insert(rng.randrange(len(wire.stream) + 1), more)
+        return True
+
+
+def _source(wire: Wire, name: str, tensor: torch.Tensor) -> bool:
     return tensor.dtype in SOURCES and not name.endswith("_scale_inv")
 
 
-def _any(name: str, tensor: torch.Tensor) -> bool:
-    return True
-
-
-def _scales(name: str, tensor: torch.Tensor) -> bool:
+def _scales(wire: Wire, name: str, tensor: torch.Tensor) -> bool:
     return name.endswith("_scale_inv")
 
 
-def _codes(name: str, tensor: torch.Tensor) -> bool:
+def _codes(wire: Wire, name: str, tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.float8_e4m3fn
 
 
-def _with(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        changed = tensor.clone()
-        changed.view(-1)[changed.numel() // 2] = value
-        return changed
-
-    return change
+def _tied(wire: Wire, name: str) -> bool:
+    return wire.model.tied and name in ("lm_head.weight", "model.embed_tokens.weight")
 
 
-def replaced(
-    name: str,
-    wanted: Callable[[str, torch.Tensor], bool],
-    change: Callable[[torch.Tensor], Any],
-    *,
-    in_files: bool = True,
-) -> None:
-    """Register a fault that changes one tensor of a kind."""
-    fault(name, in_files=in_files)(lambda wire, rng: _replace(wire, rng, wanted, change))
+def _with(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[changed.numel() // 2] = value
+    return changed
+
+
+def _with_a_nan_code(wire: Wire, rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    bits = tensor.view(torch.uint8).clone()
+    bits.view(-1)[rng.randrange(bits.numel())] = rng.choice((0x7F, 0xFF))
+    return bits.view(torch.float8_e4m3fn)
+
+
+def _not_in_files(name: str) -> str:
+    NOT_IN_FILES.add(name)
+    return name
 
 
 for _value in ("nan", "inf", "-inf"):
-    replaced(_value, _source, _with(float(_value)))
+    replaced(_value, _source, lambda w, rng, t, value=_value: _with(t, float(value)))
 for _dtype in (torch.int8, torch.float64, torch.bool, torch.float8_e5m2):
-    replaced(f"dtype {_dtype}", _source, partial(torch.Tensor.to, dtype=_dtype))
-_complex = partial(torch.Tensor.to, dtype=torch.complex64)
-replaced("dtype torch.complex64", _source, _complex, in_files=False)
+    replaced(f"dtype {_dtype}", _source, lambda w, rng, t, dtype=_dtype: t.to(dtype))
 for _bad in (0.0, -1.0, float("nan"), float("inf")):
-    replaced(f"a block's scale of {_bad}", _scales, partial(torch.full_like, fill_value=_bad))
-replaced("scales without codes", _codes, torch.Tensor.bfloat16)
-replaced("a sparse tensor", _source, torch.Tensor.to_sparse, in_files=False)
-replaced("a tensor without memory", _source, lambda t: t.to("meta"), in_files=False)
-replaced("a numpy array", _source, lambda t: t.float().numpy(), in_files=False)
+    name = f"a block's scale of {_bad}"
+    replaced(name, _scales, lambda w, rng, t, value=_bad: torch.full_like(t, value))
+replaced("scales without codes", _codes, lambda w, rng, t: t.bfloat16())
+replaced("a NaN code", _codes, _with_a_nan_code)
+replaced(
+    "a wrong shape",
+    lambda w, n, t: t.shape[0] > 1,
+    lambda w, rng, t: rng.choice((t[:1], t[None], t.reshape(-1, 1), t[:-1])).clone(),
+)
+replaced(
+    "a value beyond the engine's dtype",
+    lambda w, n, t: w.model.dtype != torch.float32 and _source(w, n, t) and "_proj" not in n,
+    lambda w, rng, t: _with(t.float(), 3.4e38 if w.model.dtype == torch.bfloat16 else 7e4),
+)
+replaced(
+    "codes for a plain tensor",
+    lambda w, n, t: _source(w, n, t) and not w.model.is_fp8(n),
+    lambda w, rng, t: t.to(torch.float8_e4m3fn),
+)
+replaced(
+    "free scales for an engine of powers of two",
+    lambda w, n, t: w.model.scale_format == "pow2" and _scales(w, n, t),
+    lambda w, rng, t: t * 0.7,
+)
+replaced(
+    "a tied tensor with other values",
+    lambda w, n, t: w.model.tied and n == "lm_head.weight",
+    lambda w, rng, t: t + 1,
+)
+for _name, _change in {
+    "dtype torch.complex64": lambda w, rng, t: t.to(torch.complex64),
+    "a sparse tensor": lambda w, rng, t: t.to_sparse(),
+    "a tensor without memory": lambda w, rng, t: t.to("meta"),
+    "a numpy array": lambda w, rng, t: t.float().numpy(),
+    "no tensor at all": lambda w, rng, t: rng.choice((None, 3.0, "weights", [1.0], object())),
+}.items():
+    replaced(_not_in_files(_name), _source, _change)
+
+UNKNOWN = ("model.layers.9.mlp.up_proj.weight", "rope.inv_freq", "model", "lm_head")
+inserted("an unknown tensor", lambda w, rng: (rng.choice(UNKNOWN), torch.ones(3)))
+inserted(_not_in_files("a repeated tensor"), lambda w, rng: rng.choice(w.stream))
+inserted(_not_in_files("a sender that dies"), lambda w, rng: ("", SenderDied("trainer gone")))
+inserted(
+    "a KV scale of a layer that is not there",
+    lambda w, rng: (scale_name(LAYERS, "k"), torch.tensor([0.1])),
+)
+
+
+def _expert(wire: Wire, rng: random.Random) -> tuple[str, Any] | None:
+    stem = "model.layers.1.mlp.experts"
+    stacked = wire.sent().get(f"{stem}.down_proj")
+    return None if stacked is None else (f"{stem}.1.down_proj.weight", stacked[1].clone())
+
+
+inserted("an expert in both forms", _expert)
 
 
 @fault("a missing tensor")
 def _(wire: Wire, rng: random.Random) -> bool:
     # An alias need not be sent, and scales without codes are the matter of another fault.
-    place = _pick(wire, rng, lambda n, t: not _scales(n, t) and not _tied(wire, n))
+    place = pick(wire, rng, lambda w, n, t: not _scales(w, n, t) and not _tied(w, n))
     if place is None:
         return False
     name = wire.stream[place][0]
@@ -225,20 +280,9 @@ def _(wire: Wire, rng: random.Random) -> bool:
     return True
 
 
-def _tied(wire: Wire, name: str) -> bool:
-    return wire.model.tied and name in ("lm_head.weight", "model.embed_tokens.weight")
-
-
-@fault("a repeated tensor", in_files=False)
-def _(wire: Wire, rng: random.Random) -> bool:
-    item = rng.choice(wire.stream)
-    wire.stream.insert(rng.randrange(len(wire.stream) + 1), item)
-    return True
-
-
 @fault("a renamed tensor")
 def _(wire: Wire, rng: random.Random) -> bool:
-    place = _pick(wire, rng, lambda n, t: not _tied(wire, n))
+    place = pick(wire, rng, lambda w, n, t: not _tied(w, n))
     if place is None:
         return False
     name, tensor = wire.stream[place]
@@ -246,55 +290,9 @@ def _(wire: Wire, rng: random.Random) -> bool:
     return True
 
 
-@fault("an unknown tensor")
-def _(wire: Wire, rng: random.Random) -> bool:
-    name = rng.choice(("model.layers.9.mlp.up_proj.weight", "rope.inv_freq", "model", "lm_head"))
-    wire.stream.insert(rng.randrange(len(wire.stream) + 1), (name, torch.ones(3)))
-    return True
-
-
-@fault("a wrong shape")
-def _(wire: Wire, rng: random.Random) -> bool:
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        return rng.choice((tensor[:1], tensor[None], tensor.reshape(-1, 1), tensor[:-1])).clone()
-
-    return _replace(wire, rng, lambda n, t: t.shape[0] > 1, change)
-
-
-@fault("a value beyond the engine's dtype")
-def _(wire: Wire, rng: random.Random) -> bool:
-    dtype = wire.model.dtype
-    if dtype == torch.float32:
-        return False
-    value = 3.4e38 if dtype == torch.bfloat16 else 7e4
-
-    def plain(name: str, tensor: torch.Tensor) -> bool:
-        return _source(name, tensor) and not name.endswith("proj.weight") and "_proj" not in name
-
-    return _replace(wire, rng, plain, lambda t: _with(value)(t.float()))
-
-
-@fault("codes for a plain tensor")
-def _(wire: Wire, rng: random.Random) -> bool:
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(torch.float8_e4m3fn)
-
-    return _replace(wire, rng, lambda n, t: _source(n, t) and not wire.model.is_fp8(n), change)
-
-
-@fault("a NaN code")
-def _(wire: Wire, rng: random.Random) -> bool:
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        bits = tensor.view(torch.uint8).clone()
-        bits.view(-1)[rng.randrange(bits.numel())] = rng.choice((0x7F, 0xFF))
-        return bits.view(torch.float8_e4m3fn)
-
-    return _replace(wire, rng, _codes, change)
-
-
 @fault("codes without scales")
 def _(wire: Wire, rng: random.Random) -> bool:
-    place = _pick(wire, rng, _scales)
+    place = pick(wire, rng, _scales)
     if place is None:
         return False
     del wire.stream[place]
@@ -303,8 +301,8 @@ def _(wire: Wire, rng: random.Random) -> bool:
 
 @fault("codes of rows that share a block")
 def _(wire: Wire, rng: random.Random) -> bool:
-    place = _pick(wire, rng, lambda n, t: _source(n, t) and _ragged(wire.model, n)
-                  and n.endswith((".k_proj.weight", ".v_proj.weight")))  # fmt: skip
+    place = pick(wire, rng, lambda w, n, t: _source(w, n, t) and _ragged(w.model, n)
+                 and n.endswith((".k_proj.weight", ".v_proj.weight")))  # fmt: skip
     if place is None:
         return False
     name, tensor = wire.stream[place]
@@ -314,57 +312,25 @@ def _(wire: Wire, rng: random.Random) -> bool:
     return True
 
 
-@fault("free scales for an engine of powers of two")
-def _(wire: Wire, rng: random.Random) -> bool:
-    if wire.model.scale_format != "pow2":
-        return False
-    return _replace(wire, rng, _scales, lambda t: t * 0.7)
+def replaced_kv(name: str, value: torch.Tensor | None) -> None:
+    """Register a fault that changes, or with None drops, one KV scale."""
 
-
-@fault("a tied tensor with other values")
-def _(wire: Wire, rng: random.Random) -> bool:
-    if "lm_head.weight" not in wire.sent() or not wire.model.tied:
-        return False
-    return _replace(wire, rng, lambda n, t: n == "lm_head.weight", lambda t: t + 1)
-
-
-@fault("an expert in both forms")
-def _(wire: Wire, rng: random.Random) -> bool:
-    stem = "model.layers.1.mlp.experts"
-    stacked = wire.sent().get(f"{stem}.down_proj")
-    if stacked is None:
-        return False
-    item = (f"{stem}.1.down_proj.weight", stacked[1].clone())
-    wire.stream.insert(rng.randrange(len(wire.stream) + 1), item)
-    return True
+    @fault(name)
+    def _(wire: Wire, rng: random.Random) -> bool:
+        places = [i for i, (n, _) in enumerate(wire.stream) if n.endswith(("k_scale", "v_scale"))]
+        if not places:
+            return False
+        place = rng.choice(places)
+        sent = wire.stream.pop(place)[0]
+        if value is not None:
+            wire.stream.insert(place, (sent, value))
+        return True
 
 
 for _bad in (0.0, -1.0, float("nan"), float("inf"), 1e-45, 3e38):
-
-    @fault(f"a KV scale of {_bad}")
-    def _(wire: Wire, rng: random.Random, value: float = _bad) -> bool:
-        return _replace_kv(wire, rng, torch.tensor([value]))
-
-
-@fault("a KV scale for each head")
-def _(wire: Wire, rng: random.Random) -> bool:
-    return _replace_kv(wire, rng, torch.full((2,), 0.05))
-
-
-@fault("a missing KV scale")
-def _(wire: Wire, rng: random.Random) -> bool:
-    return _replace_kv(wire, rng, None)
-
-
-def _replace_kv(wire: Wire, rng: random.Random, value: torch.Tensor | None) -> bool:
-    places = [i for i, (n, _) in enumerate(wire.stream) if n.endswith(("k_scale", "v_scale"))]
-    if not places:
-        return False
-    place = rng.choice(places)
-    name = wire.stream.pop(place)[0]
-    if value is not None:
-        wire.stream.insert(place, (name, value))
-    return True
+    replaced_kv(f"a KV scale of {_bad}", torch.tensor([_bad]))
+replaced_kv("a KV scale for each head", torch.full((2,), 0.05))
+replaced_kv("a missing KV scale", None)
 
 
 @fault("unannounced KV scales")
@@ -376,31 +342,13 @@ def _(wire: Wire, rng: random.Random) -> bool:
     return True
 
 
-@fault("a KV scale of a layer that is not there")
-def _(wire: Wire, rng: random.Random) -> bool:
-    wire.stream.append((scale_name(LAYERS, "k"), torch.tensor([0.1])))
-    return True
-
-
-@fault("a KV scale under both its names", in_files=False)
+@fault(_not_in_files("a KV scale under both its names"))
 def _(wire: Wire, rng: random.Random) -> bool:
     if not wire.kv_scales:
         return False
     for form in ("self_attn", "self_attn.attn"):
         wire.stream.append((f"model.layers.0.{form}.k_scale", torch.tensor([0.1])))
     return True
-
-
-@fault("a sender that dies", in_files=False)
-def _(wire: Wire, rng: random.Random) -> bool:
-    wire.stream.insert(rng.randrange(len(wire.stream) + 1), ("", SenderDied("trainer gone")))
-    return True
-
-
-@fault("no tensor at all", in_files=False)
-def _(wire: Wire, rng: random.Random) -> bool:
-    value = rng.choice((None, 3.0, "weights", [1.0], object()))
-    return _replace(wire, rng, _source, lambda t: value)
 
 
 def items(wire: Wire) -> Iterator[tuple[str, Any]]:

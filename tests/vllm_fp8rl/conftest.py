@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fp8rl import Recipe
+from fp8rl.errors import Fp8RLError
 from fp8rl.recipe import KVCache, Pins
 
 # Before anything that imports vLLM: it sets the environment that vLLM reads at import.
@@ -22,6 +23,7 @@ from support.engine import (
     keep_process_groups,
     load_tensors,
     make_checkpoint,
+    same_state,
     start_engine,
 )
 from support.tiny import make_moe_checkpoint
@@ -166,14 +168,36 @@ def tokens(
     return said
 
 
+@pytest.fixture(scope="session")
+def intact(engine: Engine) -> Callable[[], bool]:
+    """Whether the session's engine holds all that it was started with, and may run."""
+    from vllm_fp8rl.refit import require_ready
+
+    state, scales = engine.state(), engine.kv_scales()
+
+    def same() -> bool:
+        try:
+            require_ready(engine.llm)
+        except Fp8RLError:
+            return False
+        return same_state(state, engine.state()) and engine.kv_scales() == scales
+
+    return same
+
+
 @pytest.fixture
-def restored(engine: Engine, a: dict[str, torch.Tensor]) -> Iterator[None]:
-    """After the test the session's engine is refitted with ``a`` and ``SCALES``."""
+def restored(
+    engine: Engine, intact: Callable[[], bool], a: dict[str, torch.Tensor]
+) -> Iterator[None]:
+    """After the test the session's engine has ``a`` and ``SCALES``, by a refit where need be."""
     from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
     from vllm_fp8rl.refit import drop_requests, refit
 
     yield
     drop_requests(engine.llm)
+    if intact():
+        engine.llm.reset_prefix_cache()
+        return
     refit(engine.llm, (a | SCALES).items(), expect_kv_scales=True)
     set_uncalibrated_kv_scales(engine.model, KV_SCALE)  # of queries, which a reload forgets
     engine.llm.reset_prefix_cache()

@@ -51,24 +51,19 @@ def agree(engine: Engine, reference: Reference, request: object) -> bool:
     return found.quantile(0.25).item() < 1e-5 and found.mean().item() < 2e-2
 
 
-@pytest.mark.parametrize("kv_cache", ["auto", "fp8_e4m3"])
-def test_adapters_over_an_fp8_base(engine, other_engine, checkpoints, tmp_path, kv_cache):
+def test_adapters_over_an_fp8_base(engine, other_engine, checkpoints, tmp_path):
     """Codes of the base stay; only adapters change, each under a name of its own."""
     from vllm.lora.request import LoRARequest
 
-    update = {"kv_cache": RECIPE.kv_cache.model_copy(update={"dtype": kv_cache})}
-    recipe = RECIPE.model_copy(update=update)
-    live = other_engine(checkpoints["a"], recipe, scaled=False, **LORA)
-    scales = KV if kv_cache != "auto" else None
-    if scales:
-        send_kv_scales(live.llm, scales)
+    live = other_engine(checkpoints["a"], RECIPE, scaled=False, **LORA)
+    send_kv_scales(live.llm, KV)
     before = {n: t for n, t in live.state().items() if "lora" not in n}
     base = load_tensors(checkpoints["a"])
-    plain = load_reference(checkpoints["a"], recipe, kv_scales=scales)
+    plain = load_reference(checkpoints["a"], RECIPE, kv_scales=KV)
     assert agree(live, plain, None)
     for number in (1, 2):
         folder = adapter(tmp_path / f"step-{number}", base, number)
-        own = with_adapter(load_reference(checkpoints["a"], recipe, kv_scales=scales), folder)
+        own = with_adapter(load_reference(checkpoints["a"], RECIPE, kv_scales=KV), folder)
         request = LoRARequest(f"step-{number}", number, str(folder))
         assert agree(live, own, request)
         assert differences(live, plain, request).median() > 0.1

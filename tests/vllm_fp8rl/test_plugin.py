@@ -13,11 +13,10 @@ import vllm_fp8rl
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import ReferenceBackend
-from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block, quantize_group
 from vllm_fp8rl import compat
 from vllm_fp8rl.kernels.linear.choice import CpuKernel
-from vllm_fp8rl.quantization import checks, config
+from vllm_fp8rl.quantization import config
 from vllm_fp8rl.quantization.config import Fp8RLConfig
 from vllm_fp8rl.refit.receiver.worker import has_refit_methods
 
@@ -84,21 +83,6 @@ def test_doctor_names_a_version_that_is_too_old_or_untested(monkeypatch):
     assert "OutputProcessor', which is missing in vLLM 0.99.0" in problem
     monkeypatch.setattr(hooks, "installed_version", lambda: None)
     assert adapter.diagnose().installed is None
-
-
-def test_width_that_cannot_be_split():
-    shape = ModelSpec.of(
-        {
-            "vocab_size": 512,
-            "hidden_size": 256,
-            "intermediate_size": 328,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-        }
-    )
-    checks.check_widths(shape, 2, expert_parallel=False)
-    with pytest.raises(UnsupportedError, match=r"gate_up_proj.*intermediate_size=328.*size=3"):
-        checks.check_widths(shape, 3, expert_parallel=False)
 
 
 def engine_config(engine):

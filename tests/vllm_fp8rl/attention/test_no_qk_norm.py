@@ -14,11 +14,10 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fp8rl import Recipe
-from support.engine import Engine, load_tensors
+from support.engine import Engine
 from support.gaps import gap
 from support.teacher_forced import PROMPTS, vllm_logprobs
 from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
-from vllm_fp8rl.refit.receiver.inventory import Inventory
 from vllm_fp8rl.testing.hf_reference import load_reference
 
 RECIPE = Recipe(rollout=False)  # the cache alone, so that nothing else is in the difference
@@ -79,19 +78,3 @@ def test_scale_1_spoils_what_calibrated_scales_keep(started: Engine, qwen2: Path
     assert calibrated < 0.1
     assert error(k_scale=1.0) > 4 * calibrated  # keys are clipped
     assert error(v_scale=1.0) > 10 * calibrated  # values vanish
-
-
-def test_biases_have_routes(started: Engine, qwen2: Path) -> None:
-    """Each part of a fused bias goes where vLLM's own walk puts it."""
-    tensors = list(load_tensors(qwen2).items())
-    biases = {n: p for n, p in started.model.named_parameters() if n.endswith(".bias")}
-    assert biases
-    assert Inventory.of(started.model).routes([name for name, _ in tensors])
-    found = []
-    for kind in (iter, list):
-        for bias in biases.values():
-            bias.data.fill_(torch.nan)
-        started.model.load_weights(kind(tensors))
-        found.append(torch.cat([bias.data.clone() for bias in biases.values()]))
-    assert torch.equal(*found)
-    assert found[0].isfinite().all()

@@ -18,6 +18,7 @@ from fp8rl.export import plan_export, write_export
 from fp8rl.models.families import FAMILIES, FUSED
 from fp8rl.numerics import dequantize_block
 from fp8rl.recipe import KVCache, Pins
+from support.engine import FUSED as LINEARS
 from support.engine import (
     LAYERS,
     PROMPTS,
@@ -103,24 +104,17 @@ def test_stock_vllm_loads_it(engine, out, monkeypatch):
     keep_process_groups(stock)
     assert type(stock.llm.llm_engine.vllm_config.quant_config).__name__ == "Fp8Config"
     stored, live = read(out), stock.state()
-    fused = {
-        "self_attn": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "o_proj": ("o_proj",)},
-        "mlp": {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
-    }
-    modules = [(block, *item) for block, parts in fused.items() for item in parts.items()]
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}"
-        for block, name, parts in modules:
-            scale = f"{prefix}.{block}.{name}.weight_scale_inv"
+        for name, parts in LINEARS.items():
+            scale = f"{prefix}.{name}.weight_scale_inv"
             if layer == LAYERS - 1:
                 assert scale not in live  # pinned
                 continue
             for suffix in ("weight", "weight_scale_inv"):
-                whole = [stored[f"{prefix}.{block}.{part}.{suffix}"] for part in parts]
+                whole = [stored[f"{prefix}.{part}.{suffix}"] for part in parts]
                 expected = torch.cat([part.view(torch.uint8) for part in whole])
-                assert torch.equal(
-                    live[f"{prefix}.{block}.{name}.{suffix}"].view(torch.uint8), expected
-                )
+                assert torch.equal(live[f"{prefix}.{name}.{suffix}"].view(torch.uint8), expected)
         attention = stock.model.model.layers[layer].self_attn.attn
         for role in "qkv":
             scale = SCALES[f"model.layers.{layer}.self_attn.{role}_scale"]
@@ -129,7 +123,14 @@ def test_stock_vllm_loads_it(engine, out, monkeypatch):
     assert len(stock.greedy(PROMPTS)) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts", "mixtral", "minimax_m2", "glm4_moe"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dense",
+        "experts",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("mixtral", "minimax_m2", "glm4_moe")),
+    ],
+)
 def test_check_finds_equal_logprobs_and_a_wrong_scale(tmp_path, kind):
     if kind != "dense":
         require_cpu_router()

@@ -29,14 +29,6 @@ def serves(engine, expected) -> bool:
     return engine.greedy(PROMPTS) == expected
 
 
-def test_any_order_in_place_and_twice(engine, b, tokens):
-    before = engine.pointers()
-    for kind in (list, iter):
-        engine.model.load_weights(kind(sorted(b.items(), key=lambda item: item[0][::-1])))
-        assert serves(engine, tokens["b"])
-    assert engine.pointers() == before
-
-
 NAMES = {"projection": UP, "norm": NORM, "vocabulary": "model.embed_tokens.weight", "scale": K0}
 ODD = {
     "0-dim": lambda t: torch.tensor(1.0),

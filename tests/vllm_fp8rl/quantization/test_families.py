@@ -49,6 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse"],
     },
 }
+QUICK = ("minimax_m2", "glm4_moe_lite")
+"""A router of sigmoids with a bias; multi-latent attention with a low rank for queries."""
 
 
 def with_grouped_router(engine: Engine) -> None:
@@ -69,7 +71,10 @@ def test_a_router_that_fails_on_a_cpu_is_refused(
         moe_engine(path, RECIPE)
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in CASES],
+)
 def test_equals_transformers_through_refits(
     kind: str,
     moe_engine: Callable[..., Engine],

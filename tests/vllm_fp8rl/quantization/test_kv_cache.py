@@ -263,6 +263,7 @@ def one_thread() -> Iterator[None]:
     set_threads(1)
 
 
+@pytest.mark.slow  # numba compiles the proposer for 10 s
 @pytest.mark.usefixtures("one_thread")
 def test_drafts_from_the_prompt_give_the_tokens_of_an_engine_without(
     checkpoints: dict[str, Path], engine: Engine, other_engine: Callable[..., Engine]

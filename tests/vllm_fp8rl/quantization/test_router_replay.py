@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import vllm
-from packaging.version import Version
 from vllm import SamplingParams
 
 from fp8rl import Recipe
@@ -25,8 +23,6 @@ pytestmark = pytest.mark.usefixtures("experts_on_a_cpu")
 LAYERS, EXPERTS, TOPK = 2, 6, 2
 PROMPT, TOKENS = list(range(20, 60)), 8
 FP8 = Recipe(kv_cache=KVCache(dtype="auto"))
-RETURNED = Version(vllm.__version__) < Version("0.31")
-"""From 0.31 on vLLM returns routes by a model runner that needs Triton."""
 
 
 @pytest.fixture(scope="module")
@@ -70,23 +66,6 @@ def test_the_router_is_seen_before_and_after_a_refit(
         assert found.shape == (len(PROMPT) + TOKENS - 1, LAYERS, TOPK)
         assert torch.equal(found.sort(dim=-1).values, expected)
         routes.append(found)
-    assert not torch.equal(routes[0], routes[1])
-    assert torch.equal(routes[0], routes[2])
-
-
-@pytest.mark.skipif(not RETURNED, reason="vLLM 0.31 and later return routes only with Triton")
-def test_vllm_returns_the_routes_of_each_request(moe_engine, paths: list[Path]) -> None:
-    engine = moe_engine(paths[0], FP8, enable_return_routed_experts=True)
-    routes = []
-    for path in (*paths, paths[0]):
-        refit(engine.llm, load_tensors(path).items(), expect_kv_scales=False)
-        found: list[Any] = []
-        expected = chosen_by_the_gates(engine, lambda found=found: found.append(generate(engine)))
-        returned = torch.from_numpy(found[0][1]).long()
-        assert torch.equal(returned.sort(dim=-1).values, expected)
-        # Of a cached prompt too, whose blocks no other weights have filled.
-        assert torch.equal(torch.from_numpy(generate(engine)[1]).long(), returned)
-        routes.append(returned)
     assert not torch.equal(routes[0], routes[1])
     assert torch.equal(routes[0], routes[2])
 

@@ -14,7 +14,6 @@ import torch
 from fp8rl.errors import RefitError
 from support.engine import PROMPTS, SCALES, Engine, same_state
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
-from vllm_fp8rl.refit.receiver.worker import STEPS, read_answer
 from vllm_fp8rl.refit.transport import Sender, place
 from vllm_fp8rl.storage import block_grid as grid_module
 
@@ -89,49 +88,11 @@ def test_out_of_memory_at_staging_names_the_remedy(monkeypatch):
         Sender([place()], 256 << 20)._make_staging(torch.device("cpu"))
 
 
-def test_a_session_that_was_aborted_ends_no_other(engine, a, b):
-    """A sender that goes on after somebody else has ended its refit and begun one."""
-    late = RefitSession(engine.model, expect_kv_scales=True, name="late").__enter__()
-    late.load(list(b.items()))
-    late.abandon("by somebody else")
-    with RefitSession(engine.model, expect_kv_scales=True, name="new") as session:
-        session.load(list(a.items())[:5])
-        with pytest.raises(RefitError, match=r"This refit is not open.* begin a new one"):
-            late.__exit__(None, None, None)
-        late.abandon("once more")
-        engine.refuses(RefitError, "under way")
-        session.load(list(a.items())[5:])
-    assert serves(engine)
-
-
-@pytest.mark.parametrize("way", ["session", "plain", "steps"])
-def test_a_mixture_is_mended_by_any_complete_way(engine, a, b, way):
-    """An ``LLM`` whose refit broke off learns of what came to its workers otherwise."""
-    tokens = engine.greedy(PROMPTS)
-    with pytest.raises(RefitError, match="lacks"):
-        refit(engine.llm, list(b.items())[:5], expect_kv_scales=True)
-    assert not serves(engine)
-    if way == "session":
-        with RefitSession(engine.model, expect_kv_scales=True) as session:
-            session.load(a.items())
-    elif way == "steps":
-        for step, *args in (["begin", True], ["load_batch", list(a.items())], ["finish"]):
-            answers = engine.llm.collective_rpc(STEPS[f"fp8rl_refit_{step}"], args=("steps", *args))
-            read_answer(answers[0])
-        engine.llm.reset_prefix_cache()
-    else:
-        with pytest.raises(RefitError):  # or nobody knows that plain loads shall mend it
-            engine.model.load_weights([*list(a.items())[:3], (UP, torch.ones(3, 5))])
-        engine.model.load_weights(list(a.items()))
-    assert engine.greedy(PROMPTS) == tokens
-
-
 def test_codes_that_were_refused_may_come_in_bf16(engine, a, b):
     """As the error says, in the same refit."""
-    name = "model.layers.0.mlp.up_proj.weight"
     codes = torch.ones(512, 256).to(torch.float8_e4m3fn)
     with RefitSession(engine.model, expect_kv_scales=True) as session:
         with pytest.raises(RefitError, match="infinite"):
-            session.load([(name, codes), (f"{name}_scale_inv", torch.full((4, 2), torch.inf))])
+            session.load([(UP, codes), (f"{UP}_scale_inv", torch.full((4, 2), torch.inf))])
         session.load(list(b.items()))
     assert serves(engine)

@@ -45,49 +45,6 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     return load
 
 
-def test_trl_server(engine, checkpoints, tokens):
-    """trl/scripts/vllm_serve.py, ``update_named_param``: into memory that it then frees."""
-
-    def update_named_param(worker: Any, name: str, sent: torch.Tensor) -> None:
-        weight = torch.empty(sent.shape, dtype=sent.dtype)
-        weight.copy_(sent)
-        worker.model_runner.model.load_weights(weights=[(name, weight)])
-        weight.fill_(torch.nan)
-
-    for name, tensor in load_tensors(checkpoints["b"]).items():
-        engine.llm.collective_rpc(update_named_param, args=(name, tensor))
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens["b"]
-
-
-def test_verl_buckets(engine, checkpoints, tokens, example):
-    """verl/workers/rollout/vllm_rollout/utils.py, ``update_weights_from_ipc``."""
-    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
-
-    # Where this holds, verl quantizes on its own and renames the scales.
-    assert not isinstance(engine.llm.llm_engine.vllm_config.quant_config, Fp8Config)
-    update = example("vllm_extension").BucketExtension.update_weights_from_bucket
-    bucket = torch.empty(300_000, dtype=torch.uint8)
-    places: dict[str, tuple[torch.Size, torch.dtype, int]] = {}
-    used = 0
-
-    def flush() -> None:
-        engine.llm.collective_rpc(update, args=(bucket, places))
-        bucket.fill_(0xFF)  # the trainer fills it anew
-        places.clear()
-
-    for name, weight in load_tensors(checkpoints["b"]).items():
-        if used + weight.nbytes > bucket.numel():
-            flush()
-            used = 0
-        places[name] = (weight.shape, weight.dtype, used)
-        bucket[used : used + weight.nbytes].copy_(weight.reshape(-1).view(torch.uint8))
-        used += weight.nbytes
-    flush()
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens["b"]
-
-
 def test_plain_functions_serve_where_the_slot_is_taken(other_engine, checkpoints, tokens, example):
     engine = other_engine(
         checkpoints["a"], Recipe(), worker_extension_cls="vllm_extension.BucketExtension"

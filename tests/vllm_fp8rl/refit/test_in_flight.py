@@ -9,31 +9,86 @@ codes stand for other values. ``refit_async`` (test_asynchronous.py) and the wor
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
+from vllm import SamplingParams
 
 from fp8rl.errors import RefitError
 from support.engine import SCALES, Engine
-from support.in_flight import (
-    LENGTH,
-    PROMPTS,
-    Said,
-    begin,
-    ended,
-    in_flight,
-    last,
-    one_step,
-    preemptions,
-    put,
-    recompute,
-)
 from vllm_fp8rl.engine.guard import RefitGuard
 from vllm_fp8rl.engine.rank_state import state_of
-from vllm_fp8rl.refit import drop_requests, refit
+from vllm_fp8rl.refit import RefitSession, drop_requests, refit
 
+PROMPTS = [[(11 * i * j) % 500 + 5 for i in range(60)] for j in range(1, 9)]
+LENGTH = 12
 GROWN = {name: scale * 4 for name, scale in SCALES.items()}
 Weights = dict[str, torch.Tensor]
 pytestmark = pytest.mark.usefixtures("restored")
+
+
+class Said(NamedTuple):
+    """What a request has answered so far."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+def begin(
+    engine: Engine, prompts: list[list[int]], tokens: int = LENGTH, *, first: int = 0
+) -> None:
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0
+    )
+    for number, prompt in enumerate(prompts, first):
+        engine.llm.llm_engine.add_request(f"{number}", {"prompt_token_ids": prompt}, sampling)
+
+
+def one_step(engine: Engine) -> list[Said]:
+    answers = {int(each.request_id): each.outputs[0] for each in engine.llm.llm_engine.step()}
+    return [
+        Said(list(answer.token_ids), [next(iter(at.values())).logprob for at in answer.logprobs])
+        for _, answer in sorted(answers.items())
+    ]
+
+
+def in_flight(engine: Engine, tokens: int = 4) -> list[Said]:
+    """Requests that have given their first tokens and have not ended."""
+    engine.llm.reset_prefix_cache()
+    begin(engine, PROMPTS)
+    said: list[Said] = []
+    while len(said) < len(PROMPTS) or min(len(each.tokens) for each in said) < tokens:
+        said = one_step(engine)
+    return said
+
+
+def ended(engine: Engine) -> list[Said]:
+    said: list[Said] = []
+    while engine.llm.llm_engine.has_unfinished_requests():
+        said = one_step(engine) or said
+    return said
+
+
+def put(engine: Engine, tensors: Weights) -> None:
+    """A refit as a worker of NeMo RL makes it, between two steps of the engine."""
+    with RefitSession(engine.model, expect_kv_scales=True) as session:
+        session.load(tensors.items())
+
+
+def recompute(engine: Engine) -> None:
+    """Make running requests compute their keys and values again."""
+    core = engine.llm.llm_engine.engine_core.engine_core
+    assert core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+
+def last(said: list[Said]) -> torch.Tensor:
+    return torch.tensor([each.logprobs[-1] for each in said])
+
+
+def preemptions(engine: Engine) -> int:
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    return max(request.num_preemptions for request in scheduler.requests.values())
 
 
 def next_logprobs(engine: Engine, tensors: Weights, said: list[Said]) -> torch.Tensor:

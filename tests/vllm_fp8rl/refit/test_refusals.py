@@ -113,6 +113,7 @@ ANNOUNCED: list[tuple[Any, bool, type[Exception], str]] = [
 )
 def test_refused(
     engine: Engine,
+    intact: Callable[[], bool],
     tokens: dict[str, list[list[int]]],
     way: str,
     stream: Any,
@@ -123,4 +124,5 @@ def test_refused(
     with pytest.raises(error, match=message) as raised:
         WAYS[way](engine, stream, scales)
     assert "\n" not in str(raised.value)
-    assert engine.greedy(PROMPTS) == tokens["a"]
+    assert engine.greedy(PROMPTS, 2) == [answer[:2] for answer in tokens["a"]]
+    assert intact()

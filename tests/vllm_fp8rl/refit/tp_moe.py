@@ -1,17 +1,19 @@
 """Run by test_moe_parallel.py in a process of its own: engines over two ranks, one after another.
 
-Each rank has half of the experts. Argument: folder with the checkpoints ``a`` and ``b`` of each
-kind. Prints one JSON object on its last line.
+Each rank has half of the experts, or a half of each. Argument: folder with the checkpoints ``a``
+and ``b`` of each kind. Prints one JSON object on its last line.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +46,18 @@ def stacks(worker) -> dict[str, list]:
     }
 
 
-def expected(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, list]:
+def expected(tensors: dict[str, torch.Tensor], rank: int, whole: bool) -> dict[str, list]:
     """One quantization of each local matrix, written out without vLLM."""
     found: dict[str, list] = {}
-    for expert in range(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2):
+    width = WIDTH if whole else WIDTH // 2
+    below, beside = (0, 0, 0, -width % 128), (0, -width % 128)
+    half = EXPERTS // 2
+    for expert in range(rank * half, (rank + 1) * half) if whole else range(EXPERTS):
         gate, up, down = (
             tensors[f"{LAYER}.{expert}.{leaf}_proj.weight"] for leaf in ("gate", "up", "down")
         )
-        below, beside = (0, 0, 0, -WIDTH % 128), (0, -WIDTH % 128)
+        if not whole:
+            gate, up, down = (m.chunk(2, d)[rank] for m, d in ((gate, 0), (up, 0), (down, 1)))
         matrices = {
             "w13": torch.cat([torch.nn.functional.pad(part, below) for part in (gate, up)]),
             "w2": torch.nn.functional.pad(down, beside),
@@ -70,24 +76,24 @@ def two_ranks(path: Path, recipe: Recipe, **arguments: Any) -> Iterator[Engine]:
         path,
         recipe,
         tensor_parallel_size=2,
-        enable_expert_parallel=True,
-        **arguments,
+        **{"enable_expert_parallel": True, **arguments},
     )
     yield engine
     engine.llm.llm_engine.engine_core.shutdown()
 
 
-def experts(root: Path) -> dict[str, object]:
-    """Qwen3 with experts: codes, tokens, and a refit that lacks a tensor."""
+def experts(root: Path, whole: bool = True) -> dict[str, object]:
+    """Qwen3 with experts, whole or in halves: codes, tokens, and a refit that lacks a tensor."""
     a, b = (load_tensors(root / name) for name in "ab")
-    with two_ranks(root / "a", Recipe(kv_cache=KVCache(dtype="auto"))) as engine:
+    recipe = Recipe(kv_cache=KVCache(dtype="auto"))
+    with two_ranks(root / "a", recipe, enable_expert_parallel=whole) as engine:
         llm = engine.llm
         before, first = llm.collective_rpc(pointers), engine.greedy(PROMPTS)
         found: dict[str, object] = {}
         # Small batches: some have no tensor of an expert that a rank holds.
         refit(llm, b.items(), expect_kv_scales=False, batch_bytes=1 << 16)
-        found["codes"] = llm.collective_rpc(stacks) == [expected(b, rank) for rank in (0, 1)]
-        second = engine.greedy(PROMPTS)
+        found["codes"] = llm.collective_rpc(stacks) == [expected(b, rank, whole) for rank in (0, 1)]
+        found["b"] = second = engine.greedy(PROMPTS)
         refit(llm, a.items(), expect_kv_scales=False)
         found["there_and_back"] = engine.greedy(PROMPTS) == first != second
         short = {name: tensor for name, tensor in b.items() if name != DOWN}
@@ -125,13 +131,29 @@ def delta_nets(root: Path) -> list[list[float]]:
             logprobs = [vllm_logprobs(engine).tolist()]
             for name in "ba":
                 tensors = load_tensors(root / name)
+                if name == "a":  # codes too, of q, k and v in one tensor
+                    tensors = in_codes(tensors)
                 report = refit(engine.llm, tensors.items(), expect_kv_scales=False)
                 assert report.left_out > 0  # the tower
                 logprobs.append(vllm_logprobs(engine).tolist())
     return logprobs
 
 
-KINDS = {"experts": experts, "latent": latent_attention, "delta": delta_nets}
+def in_codes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """FP8 codes and scales for the linear layers of a language model beside a tower."""
+    wire = dict(tensors)
+    for name, tensor in tensors.items():
+        if "language_model" in name and re.search(r"proj(_qkv|_z)?\.weight$", name):
+            wire[name], wire[f"{name}_scale_inv"] = quantize_block(tensor)
+    return wire
+
+
+KINDS = {
+    "experts": experts,
+    "halves": partial(experts, whole=False),
+    "latent": latent_attention,
+    "delta": delta_nets,
+}
 
 
 def attempt(kind: str, folder: Path) -> dict[str, Any]:

@@ -147,6 +147,7 @@ def meet(job: Job, shape: Shape, *numbers: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_an_engine_finds_what_two_processes_have_made_together(job: Job) -> None:
     with ThreadPoolExecutor(2) as pool:  # one has the shapes in the other order
         orders = (LINEAR, LINEAR[::-1])
@@ -175,6 +176,7 @@ def test_a_compiler_that_hangs_is_ended_with_what_it_started(
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_experts_and_what_the_cache_has(job: Job) -> None:
     experts = Shape(256, 128, 512, groups=4)
     meet(job, LINEAR[0], 1)
@@ -202,6 +204,7 @@ def test_shapes_are_compiled_while_a_model_is_built_and_not_again(
     assert warm.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["compiler", "package"])
 def test_a_failure_is_a_warning_and_leaves_no_kernel(
     job: Job, broken: str, caplog: pytest.LogCaptureFixture

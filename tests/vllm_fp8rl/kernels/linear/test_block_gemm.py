@@ -1,4 +1,8 @@
-"""What kernels of vLLM get of a layer, and what compiled code has of DeepGEMM, with stand-ins."""
+"""What kernels of vLLM get of a layer, and what compiled code has of DeepGEMM, with stand-ins.
+
+No test has run on Blackwell. What DeepGEMM does with scales there is in ``csrc/apis/layout.hpp``
+and ``csrc/jit_kernels/impls/smxx_layout.hpp`` of DeepGEMM 2.6; :func:`fp8_gemm_nt` does the same.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.platforms import current_platform
 from vllm.utils import deep_gemm
 
 from fp8rl import Recipe
+from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.gemm.reference import multiply_rows
 from fp8rl.numerics import (
@@ -21,55 +27,91 @@ from fp8rl.numerics import (
     quantize_block,
     quantize_group,
 )
-from support.block_gemm import quantize
 from vllm_fp8rl.kernels.linear import block_gemm
 
-N, K = 384, 256
+N, K = 384, 640
+POW2 = {"scale_format": "pow2"}
+RECIPES = {
+    (9, 0): Recipe(),
+    (10, 0): Recipe.from_dict(
+        {"training": False, "allow_untested_gpu": True, "weights": POW2, "activations": POW2}
+    ),
+}
 Side = tuple[torch.Tensor, torch.Tensor]
 
 
 def fp8_gemm_nt(a: Side, b: Side, out: torch.Tensor, *, is_deep_gemm_e8m0_used: bool) -> None:
-    """``out = a @ b.T`` on Hopper, which reads the scales of a group side by side."""
-    assert not is_deep_gemm_e8m0_used
+    """``out = a @ b.T``.
+
+    Hopper's kernel reads the scales of a group side by side. Blackwell's casts them to exponents in
+    each call, and is served slowly, or not at all, with other strides than those of rows.
+    """
     rows = a[0].shape[0]
-    assert a[1].shape == (rows, K // 128)
-    assert not rows or a[1].stride() == (1, (rows + 3) // 4 * 4)
+    assert a[1].shape == (rows, K // 128) and a[1].dtype == b[1].dtype == torch.float32
+    if is_deep_gemm_e8m0_used:
+        assert a[1].is_contiguous() and b[1].is_contiguous()
+        assert not any((side[1].view(torch.int32) & 0x807FFFFF).any() for side in (a, b))
+    else:
+        assert not rows or a[1].stride() == (1, (rows + 3) // 4 * 4)
     x = dequantize_group(*a, dtype=torch.float32)
     out.copy_(multiply_rows(x, dequantize_block(*b, dtype=torch.float32)))
 
 
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(block_gemm, "packs_scales", lambda: False)
+def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(
+        type(current_platform), "get_device_capability", classmethod(lambda *_: capability)
+    )
+
+
+@pytest.fixture(autouse=True, params=RECIPES, ids=["Hopper", "Blackwell"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    on(monkeypatch, request.param)
     monkeypatch.setattr(deep_gemm, "fp8_gemm_nt", fp8_gemm_nt)
     monkeypatch.setattr(torch.ops.fp8rl, "quantize", quantize, raising=False)
     with set_current_vllm_config(VllmConfig()):
-        yield
+        yield request.param
 
 
-def kernel(backend: str) -> block_gemm.DelegatedKernel:
+only_hopper = pytest.mark.parametrize("gpu", [(9, 0)], indirect=True)
+
+
+def quantize(x: torch.Tensor, pow2: bool) -> Side:
+    """``torch.ops.fp8rl.quantize``, which needs Triton: scales ``[groups, rows padded to 4]``."""
+    codes, scale_inv = quantize_group(x, scale_format="pow2" if pow2 else "fp32")
+    padding = torch.full((-len(x) % 4, scale_inv.shape[1]), float("nan"))
+    return codes, torch.cat((scale_inv, padding)).t().contiguous()
+
+
+def kernel(backend: str, recipe: Recipe = RECIPES[9, 0]) -> block_gemm.DelegatedKernel:
     config = block_gemm.layer_config(GemmShape(0, N, K), torch.bfloat16)
-    return block_gemm.DelegatedKernel(backend, config, Recipe())
+    return block_gemm.DelegatedKernel(backend, config, recipe)
 
 
-def tensors(*rows: int) -> tuple[torch.Tensor, Quantized]:
+def tensors(*rows: int, recipe: Recipe = RECIPES[9, 0]) -> tuple[torch.Tensor, Quantized]:
     generator = torch.Generator().manual_seed(len(rows))
     x = torch.randn(*rows, K, generator=generator).bfloat16()
-    return x, quantize_block(torch.randn(N, K, generator=generator))
+    spread = torch.exp2(torch.arange(N) % 40 - 20.0)[:, None]
+    values = (torch.randn(N, K, generator=generator) * spread).bfloat16()
+    return x, quantize_block(values, scale_format=recipe.weights.scale_format)
 
 
-@pytest.mark.parametrize("rows", [(0,), (5,), (8,), (2, 3), ()])
-def test_any_number_of_dimensions(rows: tuple[int, ...]) -> None:
-    x, weight = tensors(*rows)
-    group = quantize_group(x.view(-1, K))
-    wanted = multiply_rows(
-        dequantize_group(*group, dtype=torch.float32),
-        dequantize_block(*weight, dtype=torch.float32),
-    )
-    multiply = kernel("deep_gemm").apply
-    assert torch.equal(multiply(x, weight), wanted.bfloat16().view(*rows, N))
+@pytest.mark.parametrize("rows", [(0,), (1,), (5,), (8,), (130,), (2, 3), ()])
+def test_products_are_those_of_the_numeric_contract(gpu: Any, rows: tuple[int, ...]) -> None:
+    """Of any number of dimensions, and after a refit in place."""
+    recipe = RECIPES[gpu]
+    x, weight = tensors(*rows, recipe=recipe)
+    multiply = kernel("deep_gemm", recipe).apply
+    for factor in (1, 2):
+        weight.scale_inv.mul_(factor)
+        group = quantize_group(x.view(-1, K), scale_format=recipe.activations.scale_format)
+        wanted = multiply_rows(
+            dequantize_group(*group, dtype=torch.float32),
+            dequantize_block(*weight, dtype=torch.float32),
+        )
+        assert torch.equal(multiply(x, weight), wanted.bfloat16().view(*rows, N))
 
 
+@only_hopper
 def test_compiled_code_has_one_operation_for_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile traces each operation of each layer while an engine starts."""
     with torch.library._scoped_library("fp8rl_test", "DEF") as library:
@@ -87,6 +129,7 @@ def test_compiled_code_has_one_operation_for_the_product(monkeypatch: pytest.Mon
     ]
 
 
+@only_hopper
 @pytest.mark.parametrize("backend", ["cutlass", "triton"])
 def test_other_kernels_get_scales_without_padding(
     monkeypatch: pytest.MonkeyPatch, backend: str
@@ -106,3 +149,24 @@ def test_other_kernels_get_scales_without_padding(
     assert y.shape == (5, N)
     assert torch.equal(scales[0], quantize_group(x)[1])
     assert scales[0].stride() == ((1, 5) if backend == "cutlass" else (K // 128, 1))
+
+
+@pytest.mark.parametrize("gpu", [(10, 0)], indirect=True)
+def test_blackwell_starts_with_the_key_alone_and_says_that_it_has_never_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(block_gemm.logger, "warning_once", said.append)
+    with pytest.raises(UnsupportedError, match="need allow_untested_gpu: true there"):
+        block_gemm.require_served_gpu(Recipe())
+    assert said == []
+    for capability in ((10, 0), (10, 3)):
+        on(monkeypatch, capability)
+        block_gemm.require_served_gpu(RECIPES[10, 0])
+    assert len(said) == 2 and said[0].startswith("fp8rl has never run on a Blackwell GPU:")
+    on(monkeypatch, (12, 0))
+    with pytest.raises(UnsupportedError, match=r"not on 12\.0"):
+        block_gemm.require_served_gpu(RECIPES[10, 0])
+    on(monkeypatch, (9, 0))
+    block_gemm.require_served_gpu(RECIPES[10, 0])
+    assert len(said) == 2 and kernel("deep_gemm")._packs is False

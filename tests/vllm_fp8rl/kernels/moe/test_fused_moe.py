@@ -6,8 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.model_executor.layers.fused_moe.experts import triton_deep_gemm_moe
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingMethodType,
+)
+from vllm.model_executor.layers.fused_moe.experts import deep_gemm_moe, triton_deep_gemm_moe
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
+from vllm_fp8rl.compat import one_class
 from vllm_fp8rl.kernels.moe import fused_moe
 from vllm_fp8rl.kernels.moe.fused_moe import ExpertsByRows
 
@@ -64,3 +74,31 @@ def test_the_order_of_kernels(
     )
     found = fused_moe._kernels(moe)
     assert [name + " by rows" * (kernel is ExpertsByRows) for name, kernel in found] == names
+
+
+@pytest.mark.parametrize("name", ["triton", "deep_gemm"])
+def test_vllms_kernels_are_offered_on_blackwell(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """By vLLM's own conditions, in its classes; their results are those of vLLM."""
+    capability = DeviceCapability(10, 0)
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "get_device_capability", classmethod(lambda *_, **__: capability))
+    for kind in ("is_cuda", "is_cuda_alike", "supports_fp8"):
+        monkeypatch.setattr(platform, kind, lambda platform: True)
+    monkeypatch.setattr(deep_gemm_moe, "is_deep_gemm_supported", lambda: True)
+    monkeypatch.setattr(fused_moe, "find_nvcc", lambda environ: "nvcc")
+    moe = FusedMoEConfig(
+        num_experts=8,
+        experts_per_token=2,
+        hidden_dim=512,
+        intermediate_size=256,
+        num_local_experts=8,
+        num_logical_experts=8,
+        activation=MoEActivation.SILU,
+        device="cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=torch.bfloat16,
+    )
+    kernel = one_class(fused_moe.backend_to_kernel_cls(fused_moe._BACKENDS[name]))
+    with set_current_vllm_config(VllmConfig()):
+        assert fused_moe._unsupported_reason(name, kernel, moe) is None

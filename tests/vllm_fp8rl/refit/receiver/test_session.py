@@ -8,7 +8,7 @@ import torch
 from fp8rl import PluginManager, hookimpl
 from fp8rl.errors import RefitError
 from fp8rl.numerics import quantize_block
-from support.engine import LAYERS, PROMPTS, SCALES, Engine, in_fp8
+from support.engine import FUSED, LAYERS, PROMPTS, SCALES, Engine
 from vllm_fp8rl.refit import RefitSession, refit
 from vllm_fp8rl.refit.receiver.worker import STEPS, read_answer
 from vllm_fp8rl.refit.transport import pack
@@ -38,22 +38,11 @@ def test_there_and_back(engine, a, b, tokens):
 def test_live_codes_are_those_of_the_contract(engine, a):
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}"
-        for module, parts in {
-            "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-            "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
-            "self_attn.o_proj": ["self_attn.o_proj"],
-            "mlp.down_proj": ["mlp.down_proj"],
-        }.items():
+        for module, parts in FUSED.items():
             live = engine.model.get_submodule(f"{prefix}.{module}")
             wanted = quantize_block(torch.cat([a[f"{prefix}.{part}.weight"] for part in parts]))
             assert torch.equal(live.weight.view(torch.uint8), wanted.codes.view(torch.uint8))
             assert torch.equal(live.weight_scale_inv, wanted.scale_inv)
-
-
-def test_fp8_wire_gives_the_same_tokens(engine, b, tokens):
-    wire = in_fp8(b)
-    refit(engine.llm, (wire | SCALES).items(), expect_kv_scales=True, batch_bytes=1)
-    assert engine.greedy(PROMPTS) == tokens["b"]
 
 
 def test_prefix_cache_is_reset(engine, a, b, tokens):

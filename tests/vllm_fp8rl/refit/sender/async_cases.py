@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 import httpx
 import torch
@@ -25,11 +24,12 @@ import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.errors import RefitError
 from support.engine import KV_SCALE, PROMPTS, SCALES, load_tensors
+from support.processes import fork_engines
 from vllm_fp8rl.refit.receiver.worker import RefitMixin
 from vllm_fp8rl.refit.sender.asynchronous import refit_async
 
 LONG = [7, 8, 9]
-LENGTH = 96
+LENGTH = 48
 NORM = "model.norm.weight"
 
 
@@ -291,6 +291,7 @@ def main(root: Path) -> dict[str, object]:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    fork_engines()
     # As `vllm serve` reads them.
     flags = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
         [

@@ -28,7 +28,7 @@ from vllm_fp8rl.refit.transport import place
 
 SCRIPT = Path(__file__).with_name("async_cases.py")
 EXAMPLES = Path(__file__).parents[4] / "examples"
-LONG, LENGTH = [7, 8, 9], 96
+LONG, LENGTH = [7, 8, 9], 48
 
 
 @pytest.fixture(scope="module")

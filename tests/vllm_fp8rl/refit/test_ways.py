@@ -1,0 +1,226 @@
+"""Every way in by which weights reach an engine, for each kind of model, in BF16 and as FP8 codes.
+
+Each begins with a mixture, and must leave what a refit in BF16 leaves, in place, and be served.
+That a refit's tokens are those of a fresh engine: receiver/test_session.py and quantization/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+from fp8rl import Recipe
+from fp8rl.errors import RefitError
+from fp8rl.recipe import KVCache
+from support.engine import Engine, in_fp8, load_tensors, same_state
+from support.mla import ON_A_CPU, RECIPE
+from support.tiny import make_mla_checkpoint, make_qwen35_checkpoint
+from vllm_fp8rl.engine.rank_state import state_of
+from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
+from vllm_fp8rl.refit.receiver.weight_transfer import Fp8RLNcclTransferEngine
+from vllm_fp8rl.refit.receiver.worker import STEPS, read_answer
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+NORM = "model.norm.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+def by_session(engine: Engine, tensors: Tensors, folder: Path) -> None:
+    with RefitSession(engine.model, expect_kv_scales=None) as session:
+        session.load(tensors.items())
+
+
+def by_steps(engine: Engine, tensors: Tensors, folder: Path) -> None:
+    """As a client of a server calls them."""
+    for step, *args in (["begin", False], ["load_batch", list(tensors.items())], ["finish"]):
+        answers = engine.llm.collective_rpc(STEPS[f"fp8rl_refit_{step}"], args=("steps", *args))
+        read_answer(answers[0])
+
+
+def by_nccl(engine: Engine, tensors: Tensors, folder: Path) -> None:
+    """vLLM's transport needs GPUs; what it hands over, and when, is its side of a contract."""
+    config = engine.llm.llm_engine.vllm_config
+    transfer = Fp8RLNcclTransferEngine(None, config, torch.device("cpu"), engine.model)
+    transfer.start_weight_update()
+    for item in tensors.items():
+        transfer.model.load_weights([item])
+    transfer.finish_weight_update()
+
+
+def as_trl(engine: Engine, tensors: Tensors, folder: Path) -> None:
+    """trl/scripts/vllm_serve.py, ``update_named_param``: into memory that it then frees."""
+
+    def update_named_param(worker: Any, name: str, sent: torch.Tensor) -> None:
+        weight = sent.clone()
+        worker.model_runner.model.load_weights(weights=[(name, weight)])
+        weight.view(torch.uint8).fill_(0xFF)
+
+    for item in tensors.items():
+        engine.llm.collective_rpc(update_named_param, args=item)
+
+
+def as_verl(engine: Engine, tensors: Tensors, folder: Path) -> None:
+    """verl/workers/rollout/vllm_rollout/utils.py, ``update_weights_from_ipc``."""
+    from vllm_extension import BucketExtension
+
+    # Where this holds, verl quantizes on its own and renames the scales.
+    assert not isinstance(engine.llm.llm_engine.vllm_config.quant_config, Fp8Config)
+    bucket = torch.empty(300_000, dtype=torch.uint8)
+    places: dict[str, tuple[torch.Size, torch.dtype, int]] = {}
+    used = 0
+
+    def flush() -> None:
+        update = BucketExtension.update_weights_from_bucket
+        engine.llm.collective_rpc(update, args=(bucket, places))
+        bucket.fill_(0xFF)  # the trainer fills it once more
+        places.clear()
+
+    for name, weight in tensors.items():
+        if used + weight.nbytes > bucket.numel():
+            flush()
+            used = 0
+        places[name] = (weight.shape, weight.dtype, used)
+        bucket[used : used + weight.nbytes].copy_(weight.reshape(-1).view(torch.uint8))
+        used += weight.nbytes
+    flush()
+
+
+def by_layerwise_reload(engine: Engine, tensors: Tensors, folder: Path) -> None:
+    """As prime-rl and SkyRL do, in several loads."""
+    config, items = engine.llm.llm_engine.vllm_config, list(tensors.items())
+    with torch.device("cpu"), set_current_vllm_config(config):
+        initialize_layerwise_reload(engine.model)
+        for load in (items[:5], iter(items[5:6]), items[6:]):
+            engine.model.load_weights(load)
+        finalize_layerwise_reload(engine.model, config.model_config)
+
+
+def reload(engine: Engine, **arguments: Any) -> None:
+    engine.llm.collective_rpc("reload_weights", kwargs=arguments)
+
+
+WAYS: dict[str, Callable[[Engine, Tensors, Path], object]] = {
+    "refit": lambda e, t, path: refit(e.llm, t.items(), expect_kv_scales=False),
+    "load_weights of a stream from behind": lambda e, t, path: e.model.load_weights(
+        iter(sorted(t.items(), key=lambda item: item[0][::-1]))
+    ),
+    "reload_weights": lambda e, t, path: reload(e, weights_iterator=t.items()),
+    "refit one by one": lambda e, t, path: refit(
+        e.llm, iter(t.items()), expect_kv_scales=False, batch_bytes=1
+    ),
+    "files": lambda e, t, path: refit_from_files(e.llm, str(path), expect_kv_scales=False),
+    "session": by_session,
+    "steps": by_steps,
+    "load_weights": lambda e, t, path: e.model.load_weights(list(t.items())),
+    "reload_weights of a folder": lambda e, t, path: reload(e, weights_path=str(path)),
+    "layerwise reload": by_layerwise_reload,
+    "NCCL": by_nccl,
+    "TRL": as_trl,
+    "verl": as_verl,
+}
+BY_ROUTES_AND_BY_THE_WALK = list(WAYS)[:3]
+"""What differs from model to model."""
+CASES = [("dense", way) for way in WAYS] + [
+    (model, way)
+    for model in ("experts", "latent attention", "delta nets")
+    for way in BY_ROUTES_AND_BY_THE_WALK
+]
+
+
+class Live:
+    """An engine of one kind of model, what it has after a refit with ``b``, and ``b`` as files."""
+
+    def __init__(self, engine: Engine, paths: dict[str, Path], root: Path) -> None:
+        self.engine, self.root = engine, root
+        self.a, self.b = (load_tensors(paths[name]) for name in "ab")
+        refit(engine.llm, self.b.items(), expect_kv_scales=False)
+        self.state, self.pointers = engine.state(), engine.pointers()
+        self.tokens = engine.greedy([[5, 6, 7, 8]], 3)
+
+    def wire(self, kind: str) -> tuple[Tensors, Path]:
+        """Tensors of ``b`` as they are sent, and a folder with them."""
+        policy = state_of(self.engine.model).policy
+        tensors = dict(self.b)
+        for name, tensor in self.b.items() if kind == "codes" else ():
+            module, _, leaf = name.rpartition(".")
+            if leaf == "weight" and policy.precision(module) == "fp8":
+                del tensors[name]
+                codes = in_fp8({"proj.weight": tensor})
+                tensors |= {f"{module}.{n.removeprefix('proj.')}": t for n, t in codes.items()}
+        folder = self.root / kind
+        folder.mkdir(exist_ok=True)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return tensors, folder
+
+
+@pytest.fixture(scope="module")
+def live_of(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Live]:
+    found: dict[str, Live] = {}
+
+    def made(name: str) -> Live:
+        root = tmp_path_factory.mktemp("ways")
+        get = request.getfixturevalue
+        if name == "dense":
+            return Live(get("engine"), get("checkpoints"), root)
+        if name == "experts":
+            paths = get("expert_checkpoints")
+            get("moe_engine")
+            return Live(get("shared_engine")("experts"), paths, root)
+        make, recipe, options = make_mla_checkpoint, RECIPE, dict(ON_A_CPU)
+        if name == "delta nets":
+            pytest.importorskip("transformers.models.qwen3_5", reason="transformers: no Qwen3.5")
+            if "Qwen3_5ForCausalLM" not in _TEXT_GENERATION_MODELS:
+                pytest.skip("this vLLM has no Qwen3.5 without the vision wrapper")
+            make, recipe = make_qwen35_checkpoint, Recipe(kv_cache=KVCache(dtype="auto"))
+            options = {"dtype": "bfloat16"}
+        else:
+            get("experts_on_a_cpu")
+        paths = {each: make(root / each, seed) for seed, each in enumerate("ab")}
+        return Live(get("moe_engine")(paths["a"], recipe, **options), paths, root)
+
+    def of(name: str) -> Live:
+        if name not in found:
+            found[name] = made(name)
+        return found[name]
+
+    return of
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("kind", ["BF16", "codes"])
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_any_way_mends_a_mixture_in_place(
+    live_of: Callable[[str], Live],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    way: str,
+    kind: str,
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    live = live_of(name)
+    engine, first = live.engine, list(live.a.items())[:3]
+    with pytest.raises(RefitError, match="lacks"):
+        refit(engine.llm, first, expect_kv_scales=False)
+    engine.refuses(RefitError, "half-updated")
+    with pytest.raises(RefitError):  # or nobody knows that plain loads shall mend it
+        engine.model.load_weights(iter([*first, (NORM, torch.ones(3, 5))]))
+    WAYS[way](engine, *live.wire(kind))
+    drop_requests(engine.llm)
+    engine.llm.reset_prefix_cache()
+    assert same_state(live.state, engine.state())
+    assert engine.pointers() == live.pointers
+    assert engine.greedy([[5, 6, 7, 8]], 3) == live.tokens
