@@ -9,7 +9,7 @@ hooks and checkpoints stay. Backward passes are torch's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -25,6 +25,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8rl.errors import UnsupportedError
@@ -191,6 +192,52 @@ class Rotation:
         return positions.repeat_interleave(batch), self._table
 
 
+class OfForward:
+    """What all layers of a forward share, and a host waits for the device to know: found once."""
+
+    def __init__(self) -> None:
+        self._mask = _Last()
+        self._starts = _Last()
+
+    def is_causal(self, mask: Tensor, length: int) -> bool:
+        """Tell whether a mask of ``length`` tokens hides what comes later, and nothing else."""
+        if mask.dtype != torch.bool or mask.shape[-2:] != (length, length):
+            return False
+        return self._mask.known(mask, _hides_what_comes_later)
+
+    def longest(self, packed: Any) -> int:
+        """Return the tokens of the longest packed sequence, its padding included."""
+        if packed.cu_seqlens_q_padded is None and packed.max_seqlen_q is not None:
+            return int(packed.max_seqlen_q)
+        # max_seqlen_q may leave the padding out.
+        return self._starts.known(_starts_of(packed), lambda starts: int(starts.diff().max()))
+
+
+class _Last:
+    """What a function has found for the last tensor, which recomputed layers get detached."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] | None = None
+        self._found: Any = None
+
+    def known(self, tensor: Tensor, find: Callable[[Tensor], Any]) -> Any:
+        """Return ``find(tensor)``."""
+        if tensor.is_inference():  # has no version, by which a change in place would show
+            return find(tensor)
+        # The weak reference keeps no memory, but the identity of the storage.
+        storage = StorageWeakRef(tensor.untyped_storage())
+        shape = tensor.storage_offset(), tensor.shape, tensor.stride()
+        key = storage, *shape, tensor._version
+        if key != self._key:
+            self._key, self._found = key, find(tensor)
+        return self._found
+
+
+def _hides_what_comes_later(mask: Tensor) -> bool:
+    later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
+    return bool((mask == later).all())
+
+
 class ExactCore(Fp8Module):
     """``core_attention`` over keys and values as the rollout's cache holds them.
 
@@ -199,6 +246,7 @@ class ExactCore(Fp8Module):
     ``kv_cache.dtype`` ``auto`` it is in service from the start.
     """
 
+    exact_forward: OfForward
     exact_cache: Any = None
     """The :class:`~megatron_fp8rl.kv.cache.LayerCache` of the layer; None before and after,
     and for a cache of 16 bits."""
@@ -219,7 +267,7 @@ class ExactCore(Fp8Module):
             query: ``[s, b, heads, head_size]``, or ``[tokens, heads, head_size]`` if packed.
             key, value: like ``query``, with KV heads.
             attention_mask: None, which means the causal one, or the causal one ``[.., s, s]``, as
-                NeMo RL gives it where it does not pack; to look at it the device is waited for.
+                NeMo RL gives it where it does not pack.
             attn_mask_type: ``causal``; packed sequences may have ``padding_causal``, whose padding
                 is at the end of each.
             attention_bias: None.
@@ -257,7 +305,9 @@ class ExactCore(Fp8Module):
                 f"{attn_mask_type} and {'no' if attention_bias is None else 'an'} attention_bias; "
                 f"build the model with AttnMaskType.causal and give no bias, {REMEDY}"
             )
-        if attention_mask is not None and (packed or not _is_causal(attention_mask, len(query))):
+        if attention_mask is not None and (
+            packed or not self.exact_forward.is_causal(attention_mask, len(query))
+        ):
             raise UnsupportedError(
                 "exact computes causal attention, and attention_mask is not the causal one; give "
                 f"None, and packed_seq_params for several sequences in a row, {REMEDY}"
@@ -271,7 +321,7 @@ class ExactCore(Fp8Module):
             q, k, v = (x.flatten(1, 2).contiguous() for x in (query, key, value))
         else:
             starts = _starts_of(packed_seq_params).to(torch.int32)
-            length = _longest(packed_seq_params, starts)
+            length = self.exact_forward.longest(packed_seq_params)
             q, k, v = (x.contiguous() for x in (query, key, value))
         if query.is_cpu:
             out = _attend_on_cpu(q, k, v, starts, layer)
@@ -281,6 +331,7 @@ class ExactCore(Fp8Module):
 
     def give_back(self) -> None:
         self.__dict__.pop("exact_cache", None)
+        self.__dict__.pop("exact_forward", None)
         super().give_back()
 
 
@@ -305,7 +356,7 @@ def plan(chunks: Iterable[Any]) -> list[Change]:
     """
     found: list[Change] = []
     for chunk in chunks:
-        rotation = _checked(chunk)
+        rotation, forward = _checked(chunk), OfForward()
         for path, norm in _norms(chunk):
             if type(norm) not in compat.rms_norms():
                 raise UnsupportedError(
@@ -326,7 +377,8 @@ def plan(chunks: Iterable[Any]) -> list[Change]:
             attention = layer.self_attention
             core = attention.core_attention
             found.append((attention, ExactSelfAttention, {"exact_rotation": rotation}))
-            found.append((core, exact_class(ExactCore, type(core)), {}))  # type: ignore[arg-type]
+            core_class: Any = exact_class(ExactCore, type(core))  # type: ignore[arg-type]
+            found.append((core, core_class, {"exact_forward": forward}))
             if isinstance(layer.mlp, MoELayer):
                 found.append((layer.mlp, ExactMoELayer, {}))
                 found.append((layer.mlp.router, ExactRouter, {}))
@@ -486,21 +538,6 @@ def _starts_of(packed: Any) -> Tensor:
     """Return int32 ``[sequences + 1]``, the first token of each packed sequence, and the end."""
     padded = packed.cu_seqlens_q_padded
     return packed.cu_seqlens_q if padded is None else padded
-
-
-def _longest(packed: Any, starts: Tensor) -> int:
-    """Return the tokens of the longest packed sequence, its padding included."""
-    if packed.cu_seqlens_q_padded is None and packed.max_seqlen_q is not None:
-        return int(packed.max_seqlen_q)
-    return int(starts.diff().max())  # max_seqlen_q may leave the padding out
-
-
-def _is_causal(mask: Tensor, length: int) -> bool:
-    """Tell whether a mask hides what comes later, and nothing else."""
-    later = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
-    return (
-        mask.dtype == torch.bool and mask.shape[-2:] == later.shape and bool((mask == later).all())
-    )
 
 
 class _Rotated(torch.autograd.Function):

@@ -356,9 +356,10 @@ def test_sequences_of_one_length_are_the_packed_ones(heads, kv_heads, size):
     pytest.importorskip("megatron.core")
     from types import SimpleNamespace
 
-    from megatron_fp8rl.layers.exact import ExactCore, exact_class
+    from megatron_fp8rl.layers.exact import ExactCore, OfForward, exact_class
 
     core: Any = exact_class(ExactCore, torch.nn.Identity)()
+    core.exact_forward = OfForward()
     core.exact_cache = SimpleNamespace(
         scales=torch.tensor([2.0**-6, 2.0**-5], device=DEVICE),
         clipped=torch.zeros(2, dtype=torch.int64, device=DEVICE),

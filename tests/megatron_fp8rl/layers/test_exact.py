@@ -31,10 +31,9 @@ from megatron_fp8rl.layers.exact import (
     ExactCore,
     ExactNorm,
     ExactSelfAttention,
+    OfForward,
     Rotation,
     _frequencies,
-    _longest,
-    _starts_of,
     exact_class,
 )
 from megatron_fp8rl.layers.linear import Call, Fp8Linear, fp8_linear
@@ -201,7 +200,7 @@ def exact_attention(model: Any, recipe: Recipe = EXACT) -> list[Any]:
     cores: list[Any] = [core for _, core in core_attentions([model])]
     for core in cores:
         core.__class__ = exact_class(ExactCore, type(core))
-        core.fp8_setup = SimpleNamespace(recipe=recipe)
+        core.fp8_setup, core.exact_forward = SimpleNamespace(recipe=recipe), OfForward()
     return cores
 
 
@@ -270,6 +269,7 @@ def test_causal_masks_are_served_and_no_others(mcore, monkeypatch):
     monkeypatch.setattr(exact, "_attend_on_cpu", attend)
     core: Any = exact_attention(build_gpt(LLAMA))[0]
     core.exact_cache = SimpleNamespace(in_service=True, count=lambda *_: None)
+    core.exact_forward = OfForward()
     query, key = torch.randn(5, 2, 2, 64), torch.randn(5, 2, 1, 64)
     mask = torch.ones(5, 5).triu(1).bool()
     causal, padded = AttnMaskType.causal, AttnMaskType.padding_causal
@@ -395,7 +395,31 @@ def test_the_longest_packed_sequence_has_its_padding(padded, most, longest):
         cu_seqlens_q_padded=None if padded is None else torch.tensor(padded),
         max_seqlen_q=most,
     )
-    assert _longest(packed, _starts_of(packed)) == longest
+    assert OfForward().longest(packed) == longest
+
+
+def test_layers_look_at_a_mask_once(monkeypatch):
+    """The device is waited for then; recomputed layers get the mask detached."""
+    looked: list[int] = []
+    hides = exact._hides_what_comes_later
+    monkeypatch.setattr(
+        exact, "_hides_what_comes_later", lambda mask: looked.append(1) or hides(mask)
+    )
+    forward, mask = OfForward(), torch.ones(1, 1, 5, 5).triu(1).bool()
+    assert all(forward.is_causal(given, 5) for given in (mask, mask, mask.detach()))
+    assert len(looked) == 1 and not forward.is_causal(mask, 4)
+    mask[0, 0, 4, 0] = True
+    assert not forward.is_causal(mask, 5) and len(looked) == 2
+    assert not forward.is_causal(mask[:, :, :1].expand_as(mask), 5) and len(looked) == 3
+    del mask
+    for _ in range(4):  # where the last one's memory may be taken again
+        assert forward.is_causal(torch.ones(1, 1, 5, 5).triu(1).bool(), 5)
+        assert not forward.is_causal(torch.ones(1, 1, 5, 5).tril().bool(), 5)
+    with torch.inference_mode():
+        inference = torch.ones(5, 5).triu(1).bool()
+        assert forward.is_causal(inference, 5)
+        inference[4, 0] = True
+        assert not forward.is_causal(inference, 5)
 
 
 def test_an_exact_mlp_is_never_taken_apart(mcore):
