@@ -52,6 +52,9 @@ class Block:
     kv: Literal["heads", "latent", "none"] = "heads"
     """What the layer caches per token: ``heads``: K and V, which an FP8 cache scales; ``latent``:
     one latent of all heads, without scales; ``none``."""
+    derived: Mapping[str, str] = field(default_factory=dict)
+    """What the rollout engine derives from a weight, and a refit has to make again, by module; for
+    docs/reference.md."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,7 @@ LATENT_ATTENTION = Block(
         Module("self_attn.o_proj", "o_proj", ("hidden", "mla_o"), "attention_bias"),
     ),
     kv="latent",
+    derived={"self_attn.kv_b_proj": "`W_UK_T` and `W_UV` of vLLM's `MLAAttention`"},
 )
 _NARROW = "a few rows for each head, too narrow for blocks of 128"
 GATED_DELTA_NET = Block(
@@ -182,6 +186,7 @@ GATED_DELTA_NET = Block(
         Parameter("linear_attn.dt_bias", ("gdn_heads",)),
     ),
     kv="none",
+    derived={"linear_attn.conv1d": "the packed weight on a CPU"},
 )
 EXPERTS = Experts()
 DEEPSEEK_EXPERTS = Experts(
