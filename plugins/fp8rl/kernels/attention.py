@@ -1,9 +1,9 @@
 """Attention with one arithmetic for decode, prompts and training, for Hopper GPUs.
 
-:func:`decode` reads a paged cache of 8 bits or in bfloat16, one query token a program.
-:func:`attend` computes many query tokens in one program, over a 16-bit copy (:func:`copy_pages` of
-a cache, :func:`copy_tokens` of a trainer's K and V) or over a trainer's K and V in bfloat16. Both
-give the same bits for a token in any batch:
+:func:`fp8rl.kernels.paged.decode` reads a paged cache of 8 bits or in bfloat16, one query token a
+program. :func:`attend` computes many query tokens in one program, over a 16-bit copy
+(:func:`fp8rl.kernels.paged.copy_pages` of a cache, :func:`copy_tokens` of a trainer's K and V) or
+over a trainer's K and V in bfloat16. Both give the same bits for a token in any batch:
 
 * Keys are taken in tiles of 32 and parts of 1,024, in order; parts are added up in order.
 * A tensor core adds products in groups of 16 along k, in order, in float32. ``mma.sync``, for 16
@@ -117,8 +117,10 @@ def update(
 
     With ``ones`` the sum of the probabilities is a product with them, and ``v_top`` is the exponent
     of the largest scale of V that each row has seen; ``acc`` is relative to it, since float16 may
-    be too small for a probability times a scale. Without, sums are in registers, in an order that
-    the layout decides, which is 6% faster.
+    be too small for a probability times a scale. With None, which takes fewer registers, the layout
+    decides the order of the sum, and V's scales are in the exponents of the probabilities.
+
+    ``v`` may be codes: converted as late as here they take fewer registers.
     """
     s = tl.dot(q, tl.trans(k)) * factor[:, None]
     if BY_TOKEN:
@@ -126,7 +128,6 @@ def update(
         if ones is None:
             # A page that nothing was written to has any scale, 0 too: vLLM captures graphs over it.
             v_scale = tl.where(v_scale <= 0, 1.0, v_scale)
-            # The scale of V goes into the exponent, since float16 may be too small for a product.
             s += tl.log2(v_scale)[None, :]
     if MASKED:
         s = tl.where(keep, s, float("-inf"))

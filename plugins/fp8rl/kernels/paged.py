@@ -92,6 +92,11 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
+    """Attend with the queries of one KV head over its share of a sequence's keys.
+
+    With ``PART`` the keys are taken in parts of so many, whatever ``splits`` is; with None a
+    program's share is one part.
+    """
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -100,7 +105,7 @@ def _decode_kernel(
         share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
         begin = split * share
         end = tl.maximum(tl.minimum(begin + share, length), begin)
-    else:
+    else:  # whole parts
         share = tl.cdiv(tl.cdiv(length, PART), splits) * PART
         begin = tl.minimum(split * share, length)
         end = tl.minimum(begin + share, length)
@@ -147,7 +152,7 @@ def _decode_kernel(
             slot = (page * stride_page + offset * stride_slot)[:, None] + column
             k = operand(tl.load(k_ptr + slot), NATIVE)
             v = tl.load(v_ptr + slot)
-            if PART is not None:
+            if PART is not None:  # else later, in fewer registers
                 v = operand(v, NATIVE)
             if BY_TOKEN:
                 token = page * stride_scale_page + offset * stride_scale_slot + scale_column
