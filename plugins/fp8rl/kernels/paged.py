@@ -39,8 +39,9 @@ from fp8rl.kernels.attention import (
 _LEAST_ROWS = 16  # of a tensor core's product
 _MOST_SPLITS = 32
 _FEW_SPLITS = 4  # at most this many where a batch nearly fills the GPU
-_STATE = 4
-"""Numbers of a part's state behind its accumulator: maximum, sum, exponent of V's scales, none."""
+_STATE, _STATE_OF_PARTS = 2, 4
+"""Numbers of a split's state behind its accumulator: maximum, sum. Of a part's: these, exponent of
+V's scales, none. A combination of splits with 4 would add across warps, up to 10% of a decode."""
 _COPY_TILE = 64  # tokens
 _BEHIND = 256
 """Rows behind the last request that FlashAttention may read: more than one of its tiles of keys."""
@@ -349,8 +350,8 @@ def decode(
     if parts == 1:
         splits = 1
     places = sequences * heads * parts if parts > 1 else 1
-    state = torch.empty(places * (size + _STATE), dtype=torch.float32, device=out.device)
-    part = PART if exact else None
+    part, width = (PART, _STATE_OF_PARTS) if exact else (None, _STATE)
+    state = torch.empty(places * (size + width), dtype=torch.float32, device=out.device)
     _decode_kernel[(kv_heads, sequences, splits)](
         query,
         key_cache,
@@ -382,7 +383,7 @@ def decode(
         TILE=TILE,
         PART=part,
         ONES=ONES,
-        STATE=_STATE,
+        STATE=width,
         STAGES=5 if by_token and not exact else 4,
         NATIVE=query.is_cuda,
         num_warps=1,  # needs no barrier, and 8 programs fit
@@ -402,7 +403,7 @@ def decode(
             PART=part,
             # Lanes of splits that do not exist take as long as the others.
             MOST=_FEW_SPLITS if splits <= _FEW_SPLITS else _MOST_SPLITS,
-            STATE=_STATE,
+            STATE=width,
             num_warps=1 if exact else 4,
             enable_fp_fusion=not exact,
         )
