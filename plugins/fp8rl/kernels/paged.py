@@ -483,7 +483,9 @@ def _copy_pages_kernel(
         target = row[:, None] * HEAD + dim[None, :]
         if BY_TOKEN:
             at = page * stride_scale_page + offset * stride_scale_slot + head * stride_scale_head
-            k_scale = tl.load(k_scale_ptr + at, mask=inside, other=1.0)
+            # Behind the last token codes are not ``zero``: of four bytes Triton 3.6 fills one with
+            # 128, and three with 255.
+            k_scale = tl.load(k_scale_ptr + at, mask=inside, other=0.0 if VALUES else 1.0)
             v_scale = tl.load(v_scale_ptr + at, mask=inside, other=0.0)
         if VALUES:
             if BY_TOKEN:
