@@ -14,6 +14,7 @@ from fp8rl.numerics import fake_quantize_int8_kv, fake_quantize_kv, quantize_gro
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 kernels = pytest.importorskip("fp8rl.kernels.attention")
+paged = pytest.importorskip("fp8rl.kernels.paged")
 norm = pytest.importorskip("fp8rl.kernels.norm")
 rotary = pytest.importorskip("fp8rl.kernels.rotary")
 logprobs = pytest.importorskip("fp8rl.kernels.logprobs")
@@ -40,7 +41,7 @@ class Case(NamedTuple):
     lengths: torch.Tensor
 
 
-def make(heads: int, kv_heads: int, size: int, dtype: str) -> Case:
+def make(heads: int, kv_heads: int, size: int, dtype: str, page_size: int = PAGE) -> Case:
     torch.manual_seed(heads + size)
     total = sum(LENGTHS)
     query = (torch.randn(total, heads, size, device=DEVICE) * 2).bfloat16()
@@ -55,10 +56,10 @@ def make(heads: int, kv_heads: int, size: int, dtype: str) -> Case:
         copy = kernels.Copy(key, value, None, None, starts[:-1], lengths)
     else:
         copy = kernels.copy_tokens(key, value, starts, longest=max(LENGTHS), scales=scales)
-    counts = [-(-length // PAGE) for length in LENGTHS]
+    counts = [-(-length // page_size) for length in LENGTHS]
     order = torch.randperm(sum(counts), device=DEVICE).int()
     table = torch.zeros(len(LENGTHS), max(counts), dtype=torch.int32, device=DEVICE)
-    shape = (sum(counts), PAGE, kv_heads, size)
+    shape = (sum(counts), page_size, kv_heads, size)
     cache = [torch.full(shape, float("nan"), device=DEVICE) for _ in range(2)]
     of_rows = [torch.ones(shape[:3], device=DEVICE) for _ in range(2)]
     first = 0
@@ -67,7 +68,7 @@ def make(heads: int, kv_heads: int, size: int, dtype: str) -> Case:
     ):
         table[row, :count] = order[first : first + count]
         token = torch.arange(length, device=DEVICE)
-        page, slot = table[row, token // PAGE].long(), token % PAGE
+        page, slot = table[row, token // page_size].long(), token % page_size
         for where, scale, x, k in (
             (cache[0], of_rows[0], key, 0),
             (cache[1], of_rows[1], value, 1),
@@ -110,7 +111,7 @@ def make(heads: int, kv_heads: int, size: int, dtype: str) -> Case:
 def decoded(case: Case, tokens: torch.Tensor, splits: int) -> torch.Tensor:
     """Decode some tokens of all, each as a request of its own."""
     sequence = torch.searchsorted(case.starts.long(), tokens, right=True) - 1
-    return kernels.decode(
+    return paged.decode(
         case.query[tokens],
         *case.cache,
         case.table[sequence].contiguous(),
@@ -118,7 +119,7 @@ def decoded(case: Case, tokens: torch.Tensor, splits: int) -> torch.Tensor:
         softmax_scale=case.query.shape[-1] ** -0.5,
         k_scale=case.scales[0],
         v_scale=case.scales[1],
-        ones=kernels.ones_like_codes(case.cache[0]),
+        ones=paged.ones_like_codes(case.cache[0]),
         out=torch.empty_like(case.query[tokens]),
         splits=splits,
     )
@@ -142,7 +143,7 @@ def test_a_token_has_the_same_bits_in_any_batch(heads, kv_heads, size, dtype):
     chosen = torch.cat(
         [torch.arange(e - n, e) for e, n in zip(case.starts[1:].tolist(), last, strict=True)]
     )
-    copy = kernels.copy_pages(
+    copy = paged.copy_pages(
         *case.cache,
         case.table,
         case.lengths,
@@ -169,9 +170,38 @@ def test_a_token_has_the_same_bits_in_any_batch(heads, kv_heads, size, dtype):
         assert (lse[:, start:end].double() - scores.logsumexp(-1)).abs().max() < 2e-2
 
 
+@pytest.mark.parametrize("dtype", ["e4m3", "int8"])
+@pytest.mark.parametrize("page_size", [24, 48])
+def test_pages_that_no_tile_fits(page_size, dtype):
+    """vLLM takes every multiple of 16 as a block size."""
+    case, apart = make(8, 4, 64, dtype), make(8, 4, 64, dtype, page_size)
+    tokens = torch.arange(0, sum(LENGTHS), 7, device=DEVICE)
+    for splits in (1, 4):
+        assert torch.equal(decoded(apart, tokens, splits), decoded(case, tokens, splits))
+    copies = [
+        paged.copy_pages(
+            *each.cache,
+            each.table,
+            each.lengths,
+            keys=sum(LENGTHS),
+            longest=max(LENGTHS),
+            k_scale=each.scales[0],
+            v_scale=each.scales[1],
+        )
+        for each in (case, apart)
+    ]
+    outs = [
+        kernels.attend(
+            case.query, copy, case.starts, longest_query=max(LENGTHS), softmax_scale=0.125
+        )[0]
+        for copy in copies
+    ]
+    assert torch.equal(*outs)
+
+
 def test_padded_rows_of_a_captured_batch_are_zero():
     case = make(8, 4, 64, "e4m3")
-    out = kernels.decode(
+    out = paged.decode(
         case.query[:3],
         *case.cache,
         case.table[:3].contiguous(),
@@ -179,7 +209,7 @@ def test_padded_rows_of_a_captured_batch_are_zero():
         softmax_scale=0.125,
         k_scale=case.scales[0],
         v_scale=case.scales[1],
-        ones=kernels.ones_like_codes(case.cache[0]),
+        ones=paged.ones_like_codes(case.cache[0]),
         out=torch.full_like(case.query[:3], 7.0),
         splits=2,
     )

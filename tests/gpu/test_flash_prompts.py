@@ -44,7 +44,7 @@ def flash() -> Iterator[Any]:
 @pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
 @pytest.mark.parametrize("page", [16, 48, 128])
 def test_the_copy_has_exactly_the_values_of_the_cache(layout: str, page: int) -> None:
-    from vllm_fp8rl.attention.pages.dequantize import dequantize_pages
+    from fp8rl.kernels.paged import dequantize_pages
     from vllm_fp8rl.compat import keys_and_values
 
     batch = Batch([(0, 70), (100, 30), (0, 1), (5, 2)], size=64, page=page, layout=layout)

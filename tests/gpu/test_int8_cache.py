@@ -19,6 +19,7 @@ pytest.importorskip("vllm")
 
 
 from fp8rl import Recipe
+from fp8rl.kernels import paged
 from fp8rl.numerics.triton import kv_cache
 from support.gpu_engine import (
     QUICK,
@@ -28,8 +29,6 @@ from support.gpu_engine import (
     start_engine,
 )
 from support.mixed_batch import BATCHES, CLOSE, Int8Batch, load_int8
-from vllm_fp8rl.attention.decode import paged_decode
-from vllm_fp8rl.attention.pages.dequantize import dequantize_pages
 from vllm_fp8rl.attention.pages.int8_layout import Int8Pages, int8_pages
 from vllm_fp8rl.attention.pages.int8_write import write_int8
 from vllm_fp8rl.refit import drop_requests
@@ -116,7 +115,7 @@ def decode(query: torch.Tensor, pages: Int8Pages, lengths: list[int], splits: in
     """Attention of ``query`` ``[requests, heads, size]``, each over the same pages in order."""
     held = torch.arange(len(pages.keys), dtype=torch.int32, device=DEVICE)
     query = query.bfloat16().to(DEVICE)
-    return paged_decode(
+    return paged.decode(
         query,
         pages.keys,
         pages.values,
@@ -165,7 +164,7 @@ def test_values_of_very_different_sizes_keep_their_weight() -> None:
     given[1, 0] = 2.0**-10
     write_int8(*given, pages, torch.arange(32, device=DEVICE))
     out = torch.zeros(1, 2, SIZE, dtype=torch.float32, device=DEVICE)
-    paged_decode(
+    paged.decode(
         torch.ones(1, 2, SIZE, dtype=torch.bfloat16, device=DEVICE),
         pages.keys,
         pages.values,
@@ -185,7 +184,7 @@ def test_the_copy_of_prompts_has_the_values_of_the_cache() -> None:
     pages = int8_pages(empty(), KV_HEADS, SIZE)
     write_int8(*rows(PAGES * PAGE, 3), pages, torch.arange(PAGES * PAGE, device=DEVICE))
     order = torch.tensor([[3, 1, 4], [0, 2, 0]], dtype=torch.int32, device=DEVICE)
-    copies = dequantize_pages(
+    copies = paged.dequantize_pages(
         pages.keys,
         pages.values,
         order,
@@ -213,7 +212,7 @@ def test_a_trainer_attends_over_what_the_copy_of_prompts_holds() -> None:
     pages = int8_pages(empty(), KV_HEADS, SIZE)
     given = rows(PAGES * PAGE, 4)
     write_int8(*given, pages, torch.arange(PAGES * PAGE, device=DEVICE))
-    copies = dequantize_pages(
+    copies = paged.dequantize_pages(
         pages.keys,
         pages.values,
         torch.arange(PAGES, dtype=torch.int32, device=DEVICE)[None],

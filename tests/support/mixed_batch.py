@@ -232,9 +232,8 @@ def _load(path: str) -> Iterator[Any]:
     from vllm.v1.attention.backends import fa_utils
 
     stand_ins = {
-        "decode": [paged_decode, splits_for],
-        "pages.dequantize": [dequantize_pages],
-        "pages.int8_write": [write_int8],
+        "fp8rl.kernels.paged": [decode, splits_for, dequantize_pages],
+        "vllm_fp8rl.attention.pages.int8_write": [write_int8],
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fa_utils, "flash_attn_varlen_func", flash_attn_varlen_func, raising=False)
@@ -243,13 +242,13 @@ def _load(path: str) -> Iterator[Any]:
                 module: Any = ModuleType(name)
                 for function in functions:
                     setattr(module, function.__name__, function)
-                patch.setitem(sys.modules, f"vllm_fp8rl.attention.{name}", module)
+                patch.setitem(sys.modules, name, module)
         yield import_module(path)
         for name in (_HOPPER, path):
             del sys.modules[name]
 
 
-def paged_decode(
+def decode(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -298,7 +297,8 @@ def write_int8(
                 codes[at] = (torch.round(row.float() / scales[at][:, None]) + 128).byte()
 
 
-def splits_for(sequences: int, kv_heads: int, processors: int) -> int:
+def splits_for(sequences: int, kv_heads: int, processors: int, *, exact: bool) -> int:
+    assert not exact
     return 1
 
 

@@ -20,10 +20,10 @@ class ExactAttention:
     """
 
     def __init__(self, cache: torch.dtype, processors: int) -> None:
-        from fp8rl.kernels import attention  # needs Triton
+        from fp8rl.kernels import attention, paged  # need Triton
 
-        self._kernels = attention
-        self._ones = attention.ones_like_codes(torch.empty(0, dtype=cache, device="cuda"))
+        self._paged, self._attend = paged, attention.attend
+        self._ones = paged.ones_like_codes(torch.empty(0, dtype=cache, device="cuda"))
         self._processors = processors
 
     def restore(self) -> None:
@@ -50,7 +50,7 @@ class ExactAttention:
         Over a cache in bfloat16 the scales are None.
         """
         if decodes:
-            self._kernels.decode(
+            self._paged.decode(
                 query[:decodes],
                 key_cache,
                 value_cache,
@@ -59,12 +59,14 @@ class ExactAttention:
                 softmax_scale=softmax_scale,
                 k_scale=k_scale,
                 v_scale=v_scale,
-                ones=self._ones,
                 out=out[:decodes],
-                splits=self._kernels.splits_for(decodes, key_cache.shape[2], self._processors),
+                splits=self._paged.splits_for(
+                    decodes, key_cache.shape[2], self._processors, exact=True
+                ),
+                ones=self._ones,
             )
         for group in prompts:
-            copy = self._kernels.copy_pages(
+            copy = self._paged.copy_pages(
                 key_cache,
                 value_cache,
                 block_table[group.requests],
@@ -74,7 +76,7 @@ class ExactAttention:
                 k_scale=k_scale,
                 v_scale=v_scale,
             )
-            self._kernels.attend(
+            self._attend(
                 query[group.tokens],
                 copy,
                 group.query_starts,

@@ -1,8 +1,8 @@
 """What attention over an FP8 and over an INT8 KV cache have in common on Hopper GPUs.
 
 A step has requests that decode, with one token each, and prompts. The metadata builder splits them.
-Decodes run in :mod:`vllm_fp8rl.attention.decode`, prompts in FlashAttention 3 over a 16-bit copy of
-their keys and values (:mod:`vllm_fp8rl.attention.pages.dequantize`), those of earlier chunks and
+Decodes run in :func:`fp8rl.kernels.paged.decode`, prompts in FlashAttention 3 over a 16-bit copy of
+their keys and values (:func:`fp8rl.kernels.paged.dequantize_pages`), those of earlier chunks and
 cached prefixes included. :mod:`vllm_fp8rl.attention.fp8` and :mod:`vllm_fp8rl.attention.int8` join
 these classes with vLLM's own of a backend.
 """
@@ -26,9 +26,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_fp8rl.attention.decode import paged_decode, splits_for
+from fp8rl.kernels.paged import decode, dequantize_pages, splits_for
 from vllm_fp8rl.attention.exact import ExactAttention, is_exact
-from vllm_fp8rl.attention.pages.dequantize import dequantize_pages
 from vllm_fp8rl.attention.split_batch import Prompts, extended, most_keys, split_batch
 
 HEAD_SIZES = (64, 128, 256)
@@ -233,14 +232,14 @@ def attend_batch(
         "v_scale": v_scale,
     }
     if decodes:
-        paged_decode(
+        decode(
             query[:decodes],
             key_cache,
             value_cache,
             block_table,
             seq_lens,
             out=out[:decodes],
-            splits=splits_for(decodes, key_cache.shape[2], processors),
+            splits=splits_for(decodes, key_cache.shape[2], processors, exact=False),
             **scales,
         )
     for group in prompts:
@@ -265,7 +264,7 @@ def attend_prompts(
     Args:
         query: the batch's queries ``[tokens, heads, head_size]``, bfloat16 or float16.
         key_cache, value_cache: codes ``[pages, page_size, kv_heads, head_size]`` as
-            :func:`~vllm_fp8rl.attention.decode.paged_decode` takes them.
+            :func:`fp8rl.kernels.paged.decode` takes them.
         block_table: int32 ``[requests, pages of the longest]`` of the batch.
         prompts: those of the batch to compute.
         softmax_scale: factor of the scores.

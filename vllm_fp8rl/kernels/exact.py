@@ -298,7 +298,7 @@ def check_experts(engine: VllmConfig) -> None:
 
 def _check_kernels(engine: VllmConfig) -> None:
     """Refuse what the kernels of a GPU do not serve."""
-    from fp8rl.kernels.attention import HEAD_SIZES, check_page_size  # needs Triton
+    from fp8rl.kernels.attention import HEAD_SIZES  # needs Triton
 
     model = engine.model_config
     if model.get_head_size() not in HEAD_SIZES:
@@ -306,8 +306,6 @@ def _check_kernels(engine: VllmConfig) -> None:
             f"exact serves heads of {HEAD_SIZES}, not of {model.get_head_size()}; choose another "
             f"model, {REMEDY}"
         )
-    if engine.cache_config.block_size:  # None until vLLM has chosen one
-        check_page_size(engine.cache_config.block_size)
     ranks = engine.parallel_config.tensor_parallel_size
     _check_head(
         model.get_vocab_size() // ranks,

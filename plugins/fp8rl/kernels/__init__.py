@@ -1,7 +1,8 @@
 """Kernels that rollout and trainer both call where the recipe says ``exact``.
 
 The result for a token has the same bits whatever is computed beside it, and in both engines.
-In Triton for a GPU, in torch for a CPU; an engine is never imported.
+:mod:`fp8rl.kernels.paged` serves rollouts without ``exact`` too, in a faster arithmetic. In Triton
+for a GPU, in torch for a CPU; an engine is never imported.
 """
 
 from __future__ import annotations

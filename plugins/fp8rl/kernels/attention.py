@@ -1,9 +1,9 @@
 """Attention with one arithmetic for decode, prompts and training, for Hopper GPUs.
 
-:func:`decode` reads a paged cache of 8 bits or in bfloat16, one query token a program.
-:func:`attend` computes many query tokens in one program, over a 16-bit copy (:func:`copy_pages` of
-a cache, :func:`copy_tokens` of a trainer's K and V) or over a trainer's K and V in bfloat16. Both
-give the same bits for a token in any batch:
+:func:`fp8rl.kernels.paged.decode` reads a paged cache of 8 bits or in bfloat16, one query token a
+program. :func:`attend` computes many query tokens in one program, over a 16-bit copy
+(:func:`fp8rl.kernels.paged.copy_pages` of a cache, :func:`copy_tokens` of a trainer's K and V) or
+over a trainer's K and V in bfloat16. Both give the same bits for a token in any batch:
 
 * Keys are taken in tiles of 32 and parts of 1,024, in order; parts are added up in order.
 * A tensor core adds products in groups of 16 along k, in order, in float32. ``mma.sync``, for 16
@@ -25,26 +25,21 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.errors import UnsupportedError
 from fp8rl.numerics.formats import LEAST_INT8_SCALE
 from fp8rl.numerics.triton.kv_cache import quantize_int8_rows, round_to_e4m3
 
 HEAD_SIZES = (64, 128, 256)
 """Head sizes that are served, powers of two."""
-_LOG2_E = 1.4426950408889634
-_PART = 1024
+LOG2_E = 1.4426950408889634
+PART = 1024
 """Keys of a part; fewer cost large batches time, more cost small ones."""
-_TILE = 32
-_LEAST_ROWS = 16  # of a tensor core's product
-_MOST_SPLITS = 32
-_ONES = 16
+TILE = 32
+ONES = 16
 """Columns of ones that probabilities are multiplied with, the fewest of a product."""
-_STATE = 4
-"""Numbers of a part's state behind its accumulator: maximum, sum, exponent of V's scales, none."""
 
 
 class Copy(NamedTuple):
-    """Keys and values of some sequences in 16 bits, codes in the order of :func:`_swapped`."""
+    """Keys and values of some sequences in 16 bits, codes in the order of :func:`swapped`."""
 
     keys: torch.Tensor
     """``[tokens, kv_heads, head_size]``, contiguous: codes in float16, each sequence padded to a
@@ -61,7 +56,7 @@ class Copy(NamedTuple):
 
 
 @triton.jit
-def _swapped(index, PLAIN: tl.constexpr):
+def swapped(index, PLAIN: tl.constexpr):
     """Return where the element of each place of the copy lies in its 32."""
     if not PLAIN:
         index = index // 32 * 32 + index % 32 // 16 * 2 + index % 16 // 2 * 4 + index % 2
@@ -69,7 +64,7 @@ def _swapped(index, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _operand(codes, NATIVE: tl.constexpr):
+def operand(codes, NATIVE: tl.constexpr):
     """Return the values of E4M3 codes, or of INT8 codes with 128 added, as float16.
 
     Elements in bfloat16 stay as they are.
@@ -101,7 +96,7 @@ def _exponent(scale):
 
 
 @triton.jit
-def _update(
+def update(
     q,
     k,
     v,
@@ -116,15 +111,24 @@ def _update(
     acc,
     BY_TOKEN: tl.constexpr,
     MASKED: tl.constexpr,
+    NATIVE: tl.constexpr = True,
 ):
     """Add one tile of keys and values to the running softmax.
 
-    ``v_top`` is the exponent of the largest scale of V that each row has seen; ``acc`` is relative
-    to it, since float16 may be too small for a probability times a scale.
+    With ``ones`` the sum of the probabilities is a product with them, and ``v_top`` is the exponent
+    of the largest scale of V that each row has seen; ``acc`` is relative to it, since float16 may
+    be too small for a probability times a scale. With None, which takes fewer registers, the layout
+    decides the order of the sum, and V's scales are in the exponents of the probabilities.
+
+    ``v`` may be codes: converted as late as here they take fewer registers.
     """
     s = tl.dot(q, tl.trans(k)) * factor[:, None]
     if BY_TOKEN:
         s *= k_scale[None, :]
+        if ones is None:
+            # A page that nothing was written to has any scale, 0 too: vLLM captures graphs over it.
+            v_scale = tl.where(v_scale <= 0, 1.0, v_scale)
+            s += tl.log2(v_scale)[None, :]
     if MASKED:
         s = tl.where(keep, s, float("-inf"))
     higher = tl.maximum(top, tl.max(s, 1))
@@ -133,23 +137,28 @@ def _update(
         base = tl.where(higher == float("-inf"), 0.0, higher)
     p = tl.exp2(s - base[:, None])
     fade = tl.exp2(top - base)
-    weights = p.to(v.dtype)
-    total = tl.dot(weights, ones, acc=total * fade[:, None])
-    if BY_TOKEN:
-        if MASKED:
-            largest = tl.max(tl.where(keep, v_scale[None, :] + tl.zeros_like(s), 0.0), 1)
-        else:
-            largest = tl.max(v_scale, 0)
-        v_higher = tl.maximum(v_top, _exponent(largest))
-        weights = (p * v_scale[None, :] * tl.exp2(-v_higher)[:, None]).to(v.dtype)
-        fade *= tl.exp2(v_top - v_higher)
-        v_top = v_higher
-    acc = tl.dot(weights, v, acc=acc * fade[:, None])
+    weights = p.to(q.dtype)
+    if ones is None:
+        if BY_TOKEN:
+            p *= (1.0 / v_scale)[None, :]
+        total = total * fade + tl.sum(p, 1)
+    else:
+        total = tl.dot(weights, ones, acc=total * fade[:, None])
+        if BY_TOKEN:
+            if MASKED:
+                largest = tl.max(tl.where(keep, v_scale[None, :] + tl.zeros_like(s), 0.0), 1)
+            else:
+                largest = tl.max(v_scale, 0)
+            v_higher = tl.maximum(v_top, _exponent(largest))
+            weights = (p * v_scale[None, :] * tl.exp2(-v_higher)[:, None]).to(q.dtype)
+            fade *= tl.exp2(v_top - v_higher)
+            v_top = v_higher
+    acc = tl.dot(weights, operand(v, NATIVE), acc=acc * fade[:, None])
     return higher, v_top, total, acc
 
 
 @triton.jit
-def _load_queries(q_ptr, at, live, dim, softmax_scale, k_scale_ptr, BY_TOKEN: tl.constexpr):
+def load_queries(q_ptr, at, live, dim, softmax_scale, k_scale_ptr, BY_TOKEN: tl.constexpr):
     """Load queries, for keys in bfloat16 (no scale) as they are.
 
     Else as float16, which has 3 more bits but a smaller range, so that each row is divided by its
@@ -171,7 +180,7 @@ def _load_queries(q_ptr, at, live, dim, softmax_scale, k_scale_ptr, BY_TOKEN: tl
 
 
 @triton.jit
-def _weights_of_parts(top, v_top, part_top, part_v_top, BY_TOKEN: tl.constexpr):
+def weights_of_parts(top, v_top, part_top, part_v_top, BY_TOKEN: tl.constexpr):
     """Return how parts are added: the new maxima, and the factors of sums and accumulators."""
     new = tl.maximum(top, part_top)
     old_factor = tl.where(top == float("-inf"), 0.0, tl.exp2(top - new))
@@ -185,12 +194,12 @@ def _weights_of_parts(top, v_top, part_top, part_v_top, BY_TOKEN: tl.constexpr):
 
 
 @triton.jit
-def _first_column(x, ONES: tl.constexpr):
+def first_column(x, ONES: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, ONES)[None, :] == 0, x, 0.0), 1)
 
 
 @triton.jit
-def _final_factor(total, v_top, v_scale_ptr, BY_TOKEN: tl.constexpr):
+def final_factor(total, v_top, v_scale_ptr, BY_TOKEN: tl.constexpr):
     # A padded row of a captured batch has no keys: write zeros, not 0 / 0.
     factor = 1.0 / tl.where(total > 0, total, 1.0)
     if BY_TOKEN:
@@ -198,445 +207,6 @@ def _final_factor(total, v_top, v_scale_ptr, BY_TOKEN: tl.constexpr):
     elif v_scale_ptr is not None:
         factor *= tl.load(v_scale_ptr)
     return factor
-
-
-@triton.jit(do_not_specialize=["splits", "parts"])
-def _decode_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    ones_ptr,
-    out_ptr,
-    state_ptr,
-    table_ptr,
-    lengths_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    softmax_scale,
-    stride_q_token,
-    stride_q_head,
-    stride_page,
-    stride_slot,
-    stride_kv_head,
-    stride_scale_page,
-    stride_scale_slot,
-    stride_scale_head,
-    stride_out_token,
-    stride_out_head,
-    stride_table,
-    splits,
-    parts,
-    BY_TOKEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    PART: tl.constexpr,
-    ONES: tl.constexpr,
-    STATE: tl.constexpr,
-    STAGES: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    kv_head = tl.program_id(0)
-    sequence = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    length = tl.load(lengths_ptr + sequence)
-    share = tl.cdiv(tl.cdiv(length, PART), splits) * PART  # whole parts
-    begin = tl.minimum(split * share, length)
-    end = tl.minimum(begin + share, length)
-
-    row = tl.arange(0, ROWS)
-    dim = tl.arange(0, HEAD)
-    live = row < GROUP
-    head = kv_head * GROUP + row
-    at_q = sequence * stride_q_token + head * stride_q_head
-    q, factor = _load_queries(q_ptr, at_q, live, dim, softmax_scale, k_scale_ptr, BY_TOKEN)
-
-    table = table_ptr + sequence * stride_table
-    lane = tl.arange(0, TILE)
-    column = dim[None, :] + kv_head * stride_kv_head
-    scale_column = kv_head * stride_scale_head
-    zero: tl.constexpr = 128 if BY_TOKEN else 0.0
-    # Loaded in the codes' dtype, so that Triton orders them as it orders V.
-    ones = tl.load(ones_ptr + lane[:, None] * ONES + tl.arange(0, ONES)[None, :])
-    ones = _operand(ones, NATIVE)
-    k_scale = tl.full([TILE], 1.0, tl.float32)
-    v_scale = tl.full([TILE], 1.0, tl.float32)
-    index = (sequence * tl.num_programs(0) * GROUP + head) * parts
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    v_top = tl.full([ROWS], -126.0, tl.float32)
-    sums = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, HEAD], tl.float32)
-    for first in range(begin, end, PART):
-        last = tl.minimum(first + PART, end)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        v_top = tl.full([ROWS], -126.0, tl.float32)
-        total = tl.zeros([ROWS, ONES], tl.float32)
-        acc = tl.zeros([ROWS, HEAD], tl.float32)
-        # Whole tiles without masks, then the rest with: each instruction in this loop costs time.
-        full = first + (last - first) // TILE * TILE
-        for start in tl.range(first, full, TILE, num_stages=STAGES):
-            number = start // PAGE + lane // PAGE
-            offset = start % PAGE + lane % PAGE
-            page = tl.load(table + number).to(tl.int64)
-            slot = (page * stride_page + offset * stride_slot)[:, None] + column
-            k = _operand(tl.load(k_ptr + slot), NATIVE)
-            v = _operand(tl.load(v_ptr + slot), NATIVE)
-            if BY_TOKEN:
-                token = page * stride_scale_page + offset * stride_scale_slot + scale_column
-                k_scale = tl.load(k_scale_ptr + token)
-                v_scale = tl.load(v_scale_ptr + token)
-            top, v_top, total, acc = _update(
-                q,
-                k,
-                v,
-                ones,
-                k_scale,
-                v_scale,
-                factor,
-                None,
-                top,
-                v_top,
-                total,
-                acc,
-                BY_TOKEN,
-                False,
-            )
-        if full < last:
-            # Slots past the end may hold any bits, NaN too, and 0 * NaN is NaN.
-            inside = lane < last - full
-            number = full // PAGE + lane // PAGE
-            offset = full % PAGE + lane % PAGE
-            page = tl.load(table + number, mask=inside, other=0).to(tl.int64)
-            slot = (page * stride_page + offset * stride_slot)[:, None] + column
-            k = _operand(tl.load(k_ptr + slot, mask=inside[:, None], other=zero), NATIVE)
-            v = _operand(tl.load(v_ptr + slot, mask=inside[:, None], other=zero), NATIVE)
-            if BY_TOKEN:
-                token = page * stride_scale_page + offset * stride_scale_slot + scale_column
-                k_scale = tl.load(k_scale_ptr + token, mask=inside, other=1.0)
-                v_scale = tl.load(v_scale_ptr + token, mask=inside, other=0.0)
-            top, v_top, total, acc = _update(
-                q,
-                k,
-                v,
-                ones,
-                k_scale,
-                v_scale,
-                factor,
-                inside[None, :],
-                top,
-                v_top,
-                total,
-                acc,
-                BY_TOKEN,
-                True,
-            )
-        sums = _first_column(total, ONES)
-        # A program that has all parts adds them up in the place of the first one's state: in
-        # registers a second accumulator would cost the loop over tiles its occupancy.
-        place = index + tl.where(splits == 1, 0, first // PART)
-        state = state_ptr + place * (HEAD + STATE)
-        if (splits == 1) & (first > begin):
-            old_top = tl.load(state + HEAD, mask=live, other=0.0)
-            old_sums = tl.load(state + HEAD + 1, mask=live, other=0.0)
-            old_v_top = tl.load(state + HEAD + 2, mask=live, other=0.0)
-            old = tl.load(state[:, None] + dim[None, :], mask=live[:, None], other=0.0)
-            top, v_top, a, b, acc_a, acc_b = _weights_of_parts(
-                old_top, old_v_top, top, v_top, BY_TOKEN
-            )
-            sums = old_sums * a + sums * b
-            acc = old * acc_a[:, None] + acc * acc_b[:, None]
-        if (splits > 1) | (last < end):
-            tl.store(state[:, None] + dim[None, :], acc, mask=live[:, None])
-            tl.store(state + HEAD, top, mask=live)
-            tl.store(state + HEAD + 1, sums, mask=live)
-            tl.store(state + HEAD + 2, v_top, mask=live)
-            tl.debug_barrier()  # other threads of this program read it
-    if splits == 1:
-        acc *= _final_factor(sums, v_top, v_scale_ptr, BY_TOKEN)[:, None]
-        out = out_ptr + sequence * stride_out_token + head[:, None] * stride_out_head + dim[None, :]
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
-
-
-@triton.jit(do_not_specialize=["parts"])
-def _combine_kernel(
-    state_ptr,
-    out_ptr,
-    lengths_ptr,
-    v_scale_ptr,
-    stride_out_token,
-    stride_out_head,
-    parts,
-    BY_TOKEN: tl.constexpr,
-    HEAD: tl.constexpr,
-    PART: tl.constexpr,
-    STATE: tl.constexpr,
-):
-    head = tl.program_id(0)
-    sequence = tl.program_id(1).to(tl.int64)
-    dim = tl.arange(0, HEAD)
-    state = state_ptr + (sequence * tl.num_programs(0) + head) * parts * (HEAD + STATE)
-    top = float("-inf")
-    v_top = -126.0
-    sums = 0.0
-    acc = tl.zeros([HEAD], tl.float32)
-    for _ in range(tl.cdiv(tl.load(lengths_ptr + sequence), PART)):
-        part_top = tl.load(state + HEAD)
-        part_v_top = tl.load(state + HEAD + 2)
-        top, v_top, a, b, acc_a, acc_b = _weights_of_parts(
-            top, v_top, part_top, part_v_top, BY_TOKEN
-        )
-        sums = sums * a + tl.load(state + HEAD + 1) * b
-        acc = acc * acc_a + tl.load(state + dim) * acc_b
-        state += HEAD + STATE
-    acc *= _final_factor(sums, v_top, v_scale_ptr, BY_TOKEN)
-    out = out_ptr + sequence * stride_out_token + head * stride_out_head + dim
-    tl.store(out, acc.to(out_ptr.dtype.element_ty))
-
-
-def splits_for(sequences: int, kv_heads: int, processors: int) -> int:
-    """Return the number of programs per sequence and KV head, enough to fill the GPU.
-
-    Results do not depend on it.
-
-    Args:
-        sequences: number of sequences in the batch.
-        kv_heads: number of KV heads on this rank.
-        processors: number of SMs of the GPU.
-    """
-    splits = 1
-    while splits < _MOST_SPLITS and sequences * kv_heads * splits < 4 * processors:
-        splits *= 2
-    return splits
-
-
-def check_page_size(page: int) -> None:
-    """Raise UnsupportedError for a page of so many tokens that a tile would read past its end."""
-    if page % _TILE and _TILE % page:
-        raise UnsupportedError(
-            f"exact serves pages of 16 or multiples of {_TILE} tokens, not of {page}; set "
-            "block_size of the engine to such a number, or set exact to false in the recipe."
-        )
-
-
-def decode(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    softmax_scale: float,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    ones: torch.Tensor,
-    out: torch.Tensor,
-    splits: int,
-) -> torch.Tensor:
-    """Compute ``softmax(q @ k.T * softmax_scale) @ v`` for one query token per sequence.
-
-    Args:
-        query: ``[sequences, heads, head_size]``, bfloat16.
-        key_cache, value_cache: ``[pages, page_size, kv_heads, head_size]``, bfloat16, or codes:
-            E4M3, or uint8 for INT8 with 128 added; both have the same strides, the last dimension
-            is contiguous, and the page size is a multiple of 32, or 16.
-        block_table: int32 ``[sequences, pages of the longest]``.
-        seq_lens: int32 ``[sequences]``; 0 for a padded row, whose output is 0.
-        softmax_scale: factor of the scores.
-        k_scale, v_scale: float32, read on the GPU at each launch: one element, or positive ones
-            ``[pages, page_size, kv_heads]`` of the same strides; None for bfloat16.
-        ones: :func:`ones_like_codes` of the cache.
-        out: like ``query``.
-        splits: number of programs per sequence and KV head; see :func:`splits_for`.
-
-    Returns:
-        ``out``, with the bits of :func:`attend`.
-
-    Raises:
-        UnsupportedError: see :func:`check_page_size`.
-    """
-    sequences, heads, size = query.shape
-    page, kv_heads = key_cache.shape[1], key_cache.shape[2]
-    check_page_size(page)
-    group = heads // kv_heads
-    by_token = k_scale is not None and k_scale.ndim == 3
-    parts = -(-block_table.shape[1] * page // _PART)
-    places = sequences * heads * parts if parts > 1 else 1
-    state = torch.empty(places * (size + _STATE), dtype=torch.float32, device=out.device)
-    if parts == 1:
-        splits = 1
-    _decode_kernel[(kv_heads, sequences, splits)](
-        query,
-        key_cache,
-        value_cache,
-        ones,
-        out,
-        state,
-        block_table,
-        seq_lens,
-        k_scale,
-        v_scale,
-        softmax_scale * _LOG2_E,
-        query.stride(0),
-        query.stride(1),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        *_strides(k_scale),
-        out.stride(0),
-        out.stride(1),
-        block_table.stride(0),
-        splits,
-        parts,
-        BY_TOKEN=by_token,
-        GROUP=group,
-        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)),
-        HEAD=size,
-        PAGE=page,
-        TILE=_TILE,
-        PART=_PART,
-        ONES=_ONES,
-        STATE=_STATE,
-        STAGES=4,
-        NATIVE=query.is_cuda,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
-    if splits > 1:
-        _combine_kernel[(heads, sequences)](
-            state,
-            out,
-            seq_lens,
-            v_scale,
-            out.stride(0),
-            out.stride(1),
-            parts,
-            BY_TOKEN=by_token,
-            HEAD=size,
-            PART=_PART,
-            STATE=_STATE,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
-    return out
-
-
-def _strides(scale: torch.Tensor | None) -> tuple[int, ...]:
-    """Return the strides of scales, where each token and head has its own."""
-    return scale.stride() if scale is not None and scale.ndim == 3 else (0, 0, 0)
-
-
-def ones_like_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Return ones for :func:`decode`, of the dtype and on the device of a cache."""
-    one = 129.0 if codes.dtype == torch.uint8 else 1.0
-    return torch.full((_TILE, _ONES), one, device=codes.device).to(codes.dtype)
-
-
-@triton.jit
-def _copy_pages_kernel(
-    k_ptr,
-    v_ptr,
-    keys_ptr,
-    values_ptr,
-    key_scales_ptr,
-    value_scales_ptr,
-    table_ptr,
-    starts_ptr,
-    lengths_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    stride_page,
-    stride_slot,
-    stride_kv_head,
-    stride_scale_page,
-    stride_scale_slot,
-    stride_scale_head,
-    stride_table,
-    BY_TOKEN: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    head = tl.program_id(0)
-    request = tl.program_id(1)
-    start = tl.program_id(2) * TILE
-    length = tl.load(lengths_ptr + request)
-    if start < length:
-        lane = tl.arange(0, TILE)
-        dim = tl.arange(0, HEAD)
-        PLAIN: tl.constexpr = k_scale_ptr is None
-        token = start + _swapped(lane, PLAIN)
-        inside = token < length
-        table = table_ptr + request.to(tl.int64) * stride_table
-        page = tl.load(table + token // PAGE, mask=inside, other=0).to(tl.int64)
-        slot = page * stride_page + token % PAGE * stride_slot + head * stride_kv_head
-        zero: tl.constexpr = 128 if BY_TOKEN else 0.0
-        at_k = slot[:, None] + _swapped(dim, PLAIN)[None, :]
-        k = tl.load(k_ptr + at_k, mask=inside[:, None], other=zero)
-        v = tl.load(v_ptr + slot[:, None] + dim[None, :], mask=inside[:, None], other=zero)
-        row = (tl.load(starts_ptr + request) + start + lane).to(tl.int64) * HEADS + head
-        target = row[:, None] * HEAD + dim[None, :]
-        tl.store(keys_ptr + target, _operand(k, NATIVE))
-        tl.store(values_ptr + target, _operand(v, NATIVE))
-        if BY_TOKEN:
-            at = page * stride_scale_page + token % PAGE * stride_scale_slot
-            at += head * stride_scale_head
-            tl.store(key_scales_ptr + row, tl.load(k_scale_ptr + at, mask=inside, other=1.0))
-            tl.store(value_scales_ptr + row, tl.load(v_scale_ptr + at, mask=inside, other=0.0))
-
-
-def copy_pages(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    keys: int,
-    longest: int,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> Copy:
-    """Copy the keys and values of some requests from a paged cache, for :func:`attend`.
-
-    Args:
-        key_cache, value_cache, k_scale, v_scale: as :func:`decode` takes them.
-        block_table: int32 ``[requests, pages of the longest]``.
-        lengths: int32 ``[requests]``: keys of each.
-        keys: keys of all requests, or more.
-        longest: keys of the longest request, or more.
-    """
-    page, heads, size = key_cache.shape[1:]
-    by_token = k_scale is not None and k_scale.ndim == 3
-    copy = _empty_copy(lengths, keys, heads, size, by_token, (k_scale, v_scale))
-    _copy_pages_kernel[(heads, len(lengths), triton.cdiv(longest, _TILE))](
-        key_cache,
-        value_cache,
-        copy.keys,
-        copy.values,
-        copy.key_scales,
-        copy.value_scales,
-        block_table,
-        copy.starts,
-        lengths,
-        k_scale,
-        v_scale,
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        *_strides(k_scale),
-        block_table.stride(0),
-        BY_TOKEN=by_token,
-        HEADS=heads,
-        HEAD=size,
-        PAGE=page,
-        TILE=_TILE,
-        NATIVE=key_cache.is_cuda,
-        num_warps=1,
-    )
-    return copy
 
 
 @triton.jit
@@ -668,10 +238,10 @@ def _copy_tokens_kernel(
     if start < length:
         lane = tl.arange(0, TILE)
         dim = tl.arange(0, HEAD)
-        token = start + _swapped(lane, False)
+        token = start + swapped(lane, False)
         inside = (token < length)[:, None]
         source = (tl.load(places_ptr + sequence) + token).to(tl.int64)[:, None]
-        at_k = source * stride_k_token + head * stride_k_head + _swapped(dim, False)[None, :]
+        at_k = source * stride_k_token + head * stride_k_head + swapped(dim, False)[None, :]
         at_v = source * stride_v_token + head * stride_v_head + dim[None, :]
         k = tl.load(k_ptr + at_k, mask=inside, other=0.0)
         v = tl.load(v_ptr + at_v, mask=inside, other=0.0)
@@ -711,8 +281,8 @@ def copy_tokens(
     heads, size = key.shape[1:]
     of_layer = (key, value) if scales is None else (scales[:1], scales[1:])
     lengths = starts.diff()
-    copy = _empty_copy(lengths, len(key), heads, size, scales is None, of_layer)
-    _copy_tokens_kernel[(heads, len(lengths), triton.cdiv(longest, _TILE))](
+    copy = empty_copy(lengths, len(key), heads, size, scales is None, of_layer)
+    _copy_tokens_kernel[(heads, len(lengths), triton.cdiv(longest, TILE))](
         key,
         value,
         copy.keys,
@@ -730,7 +300,7 @@ def copy_tokens(
         BY_TOKEN=scales is None,
         HEADS=heads,
         HEAD=size,
-        TILE=_TILE,
+        TILE=TILE,
         LEAST=LEAST_INT8_SCALE,
         num_warps=1,
         enable_fp_fusion=False,
@@ -738,7 +308,7 @@ def copy_tokens(
     return copy
 
 
-def _empty_copy(
+def empty_copy(
     lengths: torch.Tensor,
     keys: int,
     heads: int,
@@ -747,9 +317,9 @@ def _empty_copy(
     of_layer: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> Copy:
     """Return an uninitialised copy with room for each sequence, padded to whole tiles."""
-    padded = (lengths + _TILE - 1) // _TILE * _TILE
+    padded = (lengths + TILE - 1) // TILE * TILE
     starts = (padded.cumsum(0) - padded).to(torch.int32)
-    tokens = (keys // _TILE + len(lengths)) * _TILE
+    tokens = (keys // TILE + len(lengths)) * TILE
     dtype = torch.bfloat16 if of_layer[0] is None else torch.float16
     codes = torch.empty(2, tokens, heads, size, dtype=dtype, device=lengths.device)
     if by_token:
@@ -803,8 +373,8 @@ def _attend_kernel(
         live = token < length
         query = (first_query + block * TOKENS + row // PACK).to(tl.int64)
         at_q = query * stride_q_token + head * stride_q_head
-        q, factor = _load_queries(
-            q_ptr, at_q, live, _swapped(dim, PLAIN), softmax_scale, k_scale_ptr, BY_TOKEN
+        q, factor = load_queries(
+            q_ptr, at_q, live, swapped(dim, PLAIN), softmax_scale, k_scale_ptr, BY_TOKEN
         )
         kv_heads = tl.num_programs(1) * PACK // GROUP
         base = tl.load(starts_ptr + sequence).to(tl.int64) * kv_heads + kv_head
@@ -830,7 +400,7 @@ def _attend_kernel(
                 if BY_TOKEN:
                     k_scale = tl.load(k_scale_ptr + place)
                     v_scale = tl.load(v_scale_ptr + place)
-                part_top, part_v_top, total, part = _update(
+                part_top, part_v_top, total, part = update(
                     q,
                     tl.load(k_ptr + at),
                     tl.load(v_ptr + at),
@@ -859,7 +429,7 @@ def _attend_kernel(
                 else:
                     k = tl.load(k_ptr + at)
                     v = tl.load(v_ptr + at)
-                part_top, part_v_top, total, part = _update(
+                part_top, part_v_top, total, part = update(
                     q,
                     k,
                     v,
@@ -867,7 +437,7 @@ def _attend_kernel(
                     k_scale,
                     v_scale,
                     factor,
-                    (start + _swapped(lane, PLAIN))[None, :] <= token[:, None],
+                    (start + swapped(lane, PLAIN))[None, :] <= token[:, None],
                     part_top,
                     part_v_top,
                     total,
@@ -875,12 +445,12 @@ def _attend_kernel(
                     BY_TOKEN,
                     True,
                 )
-            top, v_top, a, b, acc_a, acc_b = _weights_of_parts(
+            top, v_top, a, b, acc_a, acc_b = weights_of_parts(
                 top, v_top, part_top, part_v_top, BY_TOKEN
             )
-            sums = sums * a + _first_column(total, ONES) * b
+            sums = sums * a + first_column(total, ONES) * b
             acc = acc * acc_a[:, None] + part * acc_b[:, None]
-        acc *= _final_factor(sums, v_top, v_scale_ptr, BY_TOKEN)[:, None]
+        acc *= final_factor(sums, v_top, v_scale_ptr, BY_TOKEN)[:, None]
         out = out_ptr + (query * stride_out_token + head * stride_out_head)[:, None] + dim[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
         lse = (top + tl.log2(sums)) * 0.6931471805599453
@@ -928,7 +498,7 @@ def attend(
         copy.lengths,
         copy.key_scales,
         copy.value_scales,
-        softmax_scale * _LOG2_E,
+        softmax_scale * LOG2_E,
         queries,
         query.stride(0),
         query.stride(1),
@@ -939,9 +509,9 @@ def attend(
         PACK=pack,
         ROWS=rows,
         HEAD=size,
-        TILE=_TILE,
-        PART=_PART,
-        ONES=_ONES,
+        TILE=TILE,
+        PART=PART,
+        ONES=ONES,
         STAGES=3,
         num_warps=4,
         enable_fp_fusion=False,

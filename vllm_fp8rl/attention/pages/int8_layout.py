@@ -4,7 +4,7 @@ vLLM's ``int8_per_token_head`` puts each scale behind the codes of its head, so 
 bytes lie at addresses that no wide load takes. A page has the same bytes here in another order: the
 codes of K, those of V, the scales of K, those of V. No scale is calibrated or sent: the largest
 magnitude of a row is 127 of its steps. Codes are stored with 128 added, as
-:func:`vllm_fp8rl.attention.decode.to_float16` reads them.
+:func:`fp8rl.kernels.attention.operand` reads them.
 """
 
 from __future__ import annotations
