@@ -28,7 +28,7 @@ class ExactAttention:
 
     def restore(self) -> None:
         """Write the ones again, which a level-2 sleep discards with the weights."""
-        self._ones.copy_(self._kernels.ones_like_codes(self._ones))
+        self._ones.copy_(self._paged.ones_like_codes(self._ones))
 
     def attend_batch(
         self,

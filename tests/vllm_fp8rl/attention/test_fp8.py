@@ -120,7 +120,7 @@ def test_an_exact_engine_attends_over_16_bits_as_they_are(flash) -> None:
 def test_a_wake_up_brings_back_what_an_exact_layer_keeps_beside_its_buffers(flash) -> None:
     """A level-2 sleep discards the memory in which layers are built."""
     kept = object.__new__(ExactAttention)
-    kept._kernels = SimpleNamespace(ones_like_codes=lambda codes: torch.full_like(codes, 129))
+    kept._paged = SimpleNamespace(ones_like_codes=lambda codes: torch.full_like(codes, 129))
     kept._ones = torch.zeros(32, 16, dtype=torch.uint8)
     ones = kept._ones
     layer = torch.nn.Module()
