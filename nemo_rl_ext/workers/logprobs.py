@@ -67,27 +67,27 @@ class FusedLogprob(torch.autograd.Function):
         """
         from fp8rl.numerics.triton.logprobs import row_sums
 
-        chosen = target - vocab_start_index  # a number outside the part has no logit here
+        target_ids = target - vocab_start_index  # a number outside the part has no logit here
         here = (target >= vocab_start_index) & (target < vocab_end_index)
-        most, total, logit = row_sums(vocab_parallel_logits, chosen)
+        row_max, total, logit = row_sums(vocab_parallel_logits, target_ids)
         if torch.distributed.get_world_size(tp_group) > 1:
-            own = most.clone()
-            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, tp_group)
-            summed = torch.stack((total * (own - most).exp(), logit, here.float()))
+            own = row_max.clone()
+            torch.distributed.all_reduce(row_max, torch.distributed.ReduceOp.MAX, tp_group)
+            summed = torch.stack((total * (own - row_max).exp(), logit, here.float()))
             torch.distributed.all_reduce(summed, group=tp_group)
             total, logit, known = summed.unbind()
             here = known > 0
-        spread = total.log()
+        logsumexp = total.log()
         if not inference_only:
-            ctx.save_for_backward(vocab_parallel_logits, chosen, most, spread)
-        return torch.where(here, (logit - most) - spread, 0.0)
+            ctx.save_for_backward(vocab_parallel_logits, target_ids, row_max, logsumexp)
+        return torch.where(here, (logit - row_max) - logsumexp, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradient of the logits; the other arguments have none."""
-        logits, chosen, most, spread = ctx.saved_tensors
+        logits, target_ids, row_max, logsumexp = ctx.saved_tensors
         kernels = implementation(logits, "logprobs")
-        gradient = kernels.logprob_gradient(logits, chosen, most, spread, grad_outputs[0])
+        gradient = kernels.logprob_gradient(logits, target_ids, row_max, logsumexp, grad_outputs[0])
         return gradient, None, None, None, None, None, None
 
 
@@ -111,9 +111,9 @@ class ExactLogprob(FusedLogprob):
         gradient is of this rank's part, which alone is kept.
         """
         logits = vocab_parallel_logits
-        found, most, spread = shared_token_logprobs(logits, target, tp_group, chunk_size)
+        found, row_max, logsumexp = shared_token_logprobs(logits, target, tp_group, chunk_size)
         if not inference_only:
-            ctx.save_for_backward(logits, target - vocab_start_index, most, spread)
+            ctx.save_for_backward(logits, target - vocab_start_index, row_max, logsumexp)
         return found
 
 

@@ -23,7 +23,7 @@ def _logprob_kernel(
     out_ptr,
     max_ptr,
     log_sum_ptr,
-    words,
+    vocab_size,
     length,
     stride_sequence,
     stride_row,
@@ -32,20 +32,20 @@ def _logprob_kernel(
     row = tl.program_id(0).to(tl.int64)
     at = logits_ptr + (row // length) * stride_sequence + (row % length) * stride_row
     largest = float("-inf")
-    for start in range(0, words, BLOCK):
+    for start in range(0, vocab_size, BLOCK):
         word = start + tl.arange(0, BLOCK)
-        x = tl.load(at + word, word < words, other=float("-inf"))
+        x = tl.load(at + word, word < vocab_size, other=float("-inf"))
         largest = tl.max(tl.maximum(x, largest))
     largest = largest.to(tl.float32)  # type: ignore[attr-defined]
     total = 0.0
-    for start in range(0, words, BLOCK):
+    for start in range(0, vocab_size, BLOCK):
         word = start + tl.arange(0, BLOCK)
-        x = tl.load(at + word, word < words, other=0.0).to(tl.float32)
-        total += tl.sum(tl.where(word < words, tl.exp(x - largest), 0.0))
+        x = tl.load(at + word, word < vocab_size, other=0.0).to(tl.float32)
+        total += tl.sum(tl.where(word < vocab_size, tl.exp(x - largest), 0.0))
     log_sum = tl.log(total)
-    chosen = tl.load(ids_ptr + row)
-    here = (chosen >= 0) & (chosen < words)
-    logit = tl.load(at + chosen, here, other=0.0).to(tl.float32)
+    target_ids = tl.load(ids_ptr + row)
+    here = (target_ids >= 0) & (target_ids < vocab_size)
+    logit = tl.load(at + target_ids, here, other=0.0).to(tl.float32)
     tl.store(out_ptr + row, tl.where(here, logit - largest - log_sum, 0.0))
     tl.store(max_ptr + row, largest)
     tl.store(log_sum_ptr + row, log_sum)

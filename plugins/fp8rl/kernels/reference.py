@@ -93,20 +93,22 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`fp8rl.kernels.logprobs.token_logprobs`; by the function of vLLM's sampler."""
     here = (ids >= 0) & (ids < logits.shape[-1])
-    chosen = ids.where(here, 0).long()[..., None]
-    found = logits.log_softmax(-1, dtype=torch.float32).gather(-1, chosen)[..., 0].where(here, 0.0)
+    target_ids = ids.where(here, 0).long()[..., None]
+    found = (
+        logits.log_softmax(-1, dtype=torch.float32).gather(-1, target_ids)[..., 0].where(here, 0.0)
+    )
     largest = logits.amax(-1).float()
     return found, largest, (logits.float() - largest[..., None]).logsumexp(-1)
 
 
 def logprob_gradient(
     logits: torch.Tensor,
-    chosen: torch.Tensor,
-    most: torch.Tensor,
-    spread: torch.Tensor,
+    target_ids: torch.Tensor,
+    row_max: torch.Tensor,
+    logsumexp: torch.Tensor,
     grad: torch.Tensor,
 ) -> torch.Tensor:
     """See :func:`fp8rl.numerics.triton.logprobs.logprob_gradient`."""
-    is_chosen = torch.arange(logits.shape[-1]) == chosen[..., None]
-    share = (logits.float() - most[..., None] - spread[..., None]).exp()
+    is_chosen = torch.arange(logits.shape[-1]) == target_ids[..., None]
+    share = (logits.float() - row_max[..., None] - logsumexp[..., None]).exp()
     return ((is_chosen.float() - share) * grad[..., None]).to(logits.dtype)
