@@ -193,7 +193,7 @@ class Rotation:
 
 
 class OfForward:
-    """What all layers of a forward share, and a host waits for the device to know: found once."""
+    """What the host asks the device about a forward: asked once, for all layers."""
 
     def __init__(self) -> None:
         self._mask = _Last()
@@ -214,11 +214,14 @@ class OfForward:
 
 
 class _Last:
-    """What a function has found for the last tensor, which recomputed layers get detached."""
+    """The answer of a function for the last tensor; recomputed layers get it detached."""
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
         self._found: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Last, ()  # a copied weak reference would be freed twice
 
     def known(self, tensor: Tensor, find: Callable[[Tensor], Any]) -> Any:
         """Return ``find(tensor)``."""
@@ -635,7 +638,7 @@ def _cudnn_backward(
     *,
     scale: float,
 ) -> list[Tensor]:
-    """Return gradients of one sequence's attention, by cuDNN, which torch makes a plan a shape for.
+    """Return gradients of one sequence's attention by cuDNN; torch makes one plan for each shape.
 
     Args:
         grad, query, key, value, out: ``[tokens, heads, head_size]``.

@@ -5,6 +5,7 @@ Its bits: ``tests/vllm_fp8rl/test_exact.py``.
 
 from __future__ import annotations
 
+import copy
 from abc import ABCMeta
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -420,6 +421,17 @@ def test_layers_look_at_a_mask_once(monkeypatch):
         assert forward.is_causal(inference, 5)
         inference[4, 0] = True
         assert not forward.is_causal(inference, 5)
+
+
+def test_a_copy_of_a_model_looks_at_a_mask_itself(monkeypatch):
+    """The weak reference to the mask's memory would be freed twice."""
+    looked: list[int] = []
+    monkeypatch.setattr(exact, "_hides_what_comes_later", lambda mask: not looked.append(1))
+    forward, mask = OfForward(), torch.ones(5, 5).triu(1).bool()
+    assert forward.is_causal(mask, 5)
+    twin = copy.deepcopy(forward)
+    assert twin.is_causal(mask, 5) and len(looked) == 2
+    assert forward.is_causal(mask, 5) and len(looked) == 2
 
 
 def test_an_exact_mlp_is_never_taken_apart(mcore):
