@@ -45,6 +45,7 @@ from megatron_fp8rl.layers.norms import SharedRMSNorm
 from megatron_fp8rl.layers.swiglu import requests_swiglu
 
 _HOPPER = (9, 0)
+_NORM_GRADIENT = "_fused_rms_norm_backward"  # newer than the oldest torch that fp8rl takes
 
 
 class ExactNorm(Fp8Module):
@@ -493,6 +494,11 @@ def _check_kernels(device: torch.device, dim: int) -> None:
         raise UnsupportedError(
             f"exact needs a CPU or a Hopper GPU, of compute capability {_HOPPER}, in the trainer, "
             f"not {capability} ({device.type}); use one, {REMEDY}"
+        )
+    if not hasattr(torch.ops.aten, _NORM_GRADIENT):
+        raise UnsupportedError(
+            f"exact takes the gradients of norms on a GPU from torch's '{_NORM_GRADIENT}', and "
+            f"torch {torch.__version__} has none; install a newer one, {REMEDY}"
         )
     from fp8rl.kernels.attention import HEAD_SIZES  # needs Triton
 

@@ -434,6 +434,14 @@ def test_a_copy_of_a_model_looks_at_a_mask_itself(monkeypatch):
     assert forward.is_causal(mask, 5) and len(looked) == 2
 
 
+def test_a_torch_without_the_gradient_of_norms_is_refused(monkeypatch):
+    assert hasattr(torch.ops.aten, exact._NORM_GRADIENT)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(exact, "_NORM_GRADIENT", "_no_such")
+    with pytest.raises(UnsupportedError, match=r"'_no_such', and torch .* has none; install a new"):
+        exact._check_kernels(torch.device("cuda"), 64)
+
+
 def test_an_exact_mlp_is_never_taken_apart(mcore):
     model = build_gpt(LLAMA, **FUSED)
     adopt(prepare(model.config, EXACT), [model])
