@@ -362,6 +362,27 @@ def test_megatrons_own_inference_is_refused(mcore):
         attention(torch.zeros(1, 1, 128), None, inference_context=object())
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
+def test_sequences_of_one_length_are_the_packed_ones(heads, kv_heads):
+    """They are computed as one sequence with the heads of all; tests/gpu has this for a GPU."""
+    core: Any = exact_class(ExactCore, torch.nn.Identity)()
+    recipe = Recipe.from_dict({"exact": True, "kv_cache": {"dtype": "auto"}})
+    core.fp8_setup, core.exact_forward = SimpleNamespace(recipe=recipe), OfForward()
+    length, batch = 37, 3
+    given = [torch.randn(length, batch, n, 64).bfloat16() for n in (heads, kv_heads, kv_heads)]
+    given = [x.requires_grad_() for x in given]
+    starts = torch.arange(batch + 1) * length
+    packed = SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_q_padded=None, max_seqlen_q=length)
+    rows = [x.transpose(0, 1).flatten(0, 1) for x in given]
+    in_a_row = core(*rows, None, packed_seq_params=packed).view(batch, length, -1)
+    out = core(*given, None)
+    assert torch.equal(out, in_a_row.transpose(0, 1))
+    grad = torch.randn_like(out)
+    expected = torch.autograd.grad(in_a_row.transpose(0, 1), given, grad)
+    found = torch.autograd.grad(out, given, grad)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_positions_count_within_each_packed_sequence():
     """Padding belongs to the sequence before it; an empty sequence has no tokens."""
     packed = SimpleNamespace(
