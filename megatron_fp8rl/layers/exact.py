@@ -45,6 +45,7 @@ from megatron_fp8rl.layers.norms import SharedRMSNorm
 from megatron_fp8rl.layers.swiglu import requests_swiglu
 
 _HOPPER = (9, 0)
+_NORM_GRADIENT = "_fused_rms_norm_backward"  # newer than the oldest torch that fp8rl takes
 
 
 class ExactNorm(Fp8Module):
@@ -193,7 +194,7 @@ class Rotation:
 
 
 class OfForward:
-    """What all layers of a forward share, and a host waits for the device to know: found once."""
+    """What the host asks the device about a forward: asked once, for all layers."""
 
     def __init__(self) -> None:
         self._mask = _Last()
@@ -214,11 +215,14 @@ class OfForward:
 
 
 class _Last:
-    """What a function has found for the last tensor, which recomputed layers get detached."""
+    """The answer of a function for the last tensor; recomputed layers get it detached."""
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
         self._found: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Last, ()  # a copied weak reference would be freed twice
 
     def known(self, tensor: Tensor, find: Callable[[Tensor], Any]) -> Any:
         """Return ``find(tensor)``."""
@@ -491,6 +495,11 @@ def _check_kernels(device: torch.device, dim: int) -> None:
             f"exact needs a CPU or a Hopper GPU, of compute capability {_HOPPER}, in the trainer, "
             f"not {capability} ({device.type}); use one, {REMEDY}"
         )
+    if not hasattr(torch.ops.aten, _NORM_GRADIENT):
+        raise UnsupportedError(
+            f"exact takes the gradients of norms on a GPU from torch's '{_NORM_GRADIENT}', and "
+            f"torch {torch.__version__} has none; install a newer one, {REMEDY}"
+        )
     from fp8rl.kernels.attention import HEAD_SIZES  # needs Triton
 
     if dim not in HEAD_SIZES:
@@ -635,7 +644,7 @@ def _cudnn_backward(
     *,
     scale: float,
 ) -> list[Tensor]:
-    """Return gradients of one sequence's attention, by cuDNN, which torch makes a plan a shape for.
+    """Return gradients of one sequence's attention by cuDNN; torch makes one plan for each shape.
 
     Args:
         grad, query, key, value, out: ``[tokens, heads, head_size]``.

@@ -50,7 +50,7 @@ def counts() -> Iterator[Counter[str]]:
 
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Live]]:
-    """``live(name)``: the one engine of a model of :data:`models.MODELS`."""
+    """``live(name)``: the one engine of a model of :data:`support.models.MODELS`."""
     from vllm.distributed import parallel_state
 
     started: dict[str, Live] = {}

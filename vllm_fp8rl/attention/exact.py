@@ -27,7 +27,7 @@ class ExactAttention:
         self._processors = processors
 
     def restore(self) -> None:
-        """Write the ones again, which a level-2 sleep discards with the weights."""
+        """Write the ones again: a level-2 sleep discards them with the weights."""
         self._ones.copy_(self._paged.ones_like_codes(self._ones))
 
     def attend_batch(

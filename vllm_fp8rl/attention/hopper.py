@@ -120,7 +120,7 @@ class SplitAttentionImpl(AttentionImpl):
         self._most_keys = most_keys(engine) if splits else 0
 
     def restore(self) -> None:
-        """Write again what a sleep discards and vLLM, which keeps a model's buffers, does not."""
+        """Write again what a level-2 sleep discards beside weights; vLLM keeps buffers alone."""
         if self.exact_attention is not None:
             self.exact_attention.restore()
 

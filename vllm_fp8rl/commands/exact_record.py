@@ -100,7 +100,7 @@ def _record(request: ExactRequest) -> None:
 
 
 def _prompt_length(config: Mapping[str, Any]) -> int:
-    """Return the largest number of tokens of a prompt whose answer the model has positions for."""
+    """Return the most tokens of a prompt, with positions left for its answer."""
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int):
         return _LENGTH

@@ -232,7 +232,7 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
 
 
 def _require(needed: list[tuple[str, Any, Any]], where: str) -> None:
-    """Refuse a setting, of which each has its name, its value and the one that is needed."""
+    """Refuse the first setting with a wrong value; each is a name, its value, the needed one."""
     for what, value, good in needed:
         if value != good:
             raise UnsupportedError(

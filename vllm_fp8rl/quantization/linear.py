@@ -43,7 +43,7 @@ _DUMMY_RANGE = 1e-3  # what vLLM's dummy loader draws weights from
 
 
 def _replicated_loader(param: ShardedParameter, loaded_weight: torch.Tensor) -> None:
-    """Load the weight of a ReplicatedLinear, whose own loader copies any dtype."""
+    """Load the weight of a ReplicatedLinear; its own loader would copy any dtype."""
     param.store(param.shard(0, param.matrix[0], param.matrix), loaded_weight)
 
 

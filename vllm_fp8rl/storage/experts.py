@@ -228,7 +228,7 @@ class ExpertGrids(_Matrices):
     def load_scales(
         self, expert: int, matrix: Matrix, scale_inv: torch.Tensor, batch: WriteBatch | None = None
     ) -> None:
-        """Take the whole ``weight_scale_inv`` of a local expert's matrix that comes as codes."""
+        """Take the whole ``weight_scale_inv`` of a local expert's matrix in FP8 codes."""
         shard = self._shards[matrix]
         self._by_grid(expert, matrix, BlockGrid.write_scales, shard, scale_inv, batch)
 

@@ -477,8 +477,8 @@ def attend(
         out: like ``query``; None for a new one, which is 0 behind the last sequence.
 
     Returns:
-        ``out``, with the bits of :func:`decode`; the log-sum-exp of the scores, float32
-        ``[heads, queries]``.
+        ``out``, with the bits of :func:`fp8rl.kernels.paged.decode`; the log-sum-exp of the
+        scores, float32 ``[heads, queries]``.
     """
     queries, heads, size = query.shape
     group = heads // copy.keys.shape[1]

@@ -416,12 +416,12 @@ def _strides(scale: torch.Tensor | None) -> tuple[int, ...]:
 
 
 def ones_like_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Return ones for :func:`decode`, of the dtype and on the device of a cache."""
+    """Return ones for :func:`decode`, in the dtype and on the device of a cache."""
     one = 129.0 if codes.dtype == torch.uint8 else 1.0
     return torch.full((TILE, ONES), one, device=codes.device).to(codes.dtype)
 
 
-@triton.jit(do_not_specialize=["tokens"])  # or a step with other numbers compiles anew
+@triton.jit(do_not_specialize=["tokens"])  # or a step with other numbers compiles again
 def _copy_pages_kernel(
     k_ptr,
     v_ptr,

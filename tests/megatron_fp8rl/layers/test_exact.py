@@ -5,6 +5,7 @@ Its bits: ``tests/vllm_fp8rl/test_exact.py``.
 
 from __future__ import annotations
 
+import copy
 from abc import ABCMeta
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -361,6 +362,27 @@ def test_megatrons_own_inference_is_refused(mcore):
         attention(torch.zeros(1, 1, 128), None, inference_context=object())
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
+def test_sequences_of_one_length_are_the_packed_ones(heads, kv_heads):
+    """They are computed as one sequence with the heads of all; tests/gpu has this for a GPU."""
+    core: Any = exact_class(ExactCore, torch.nn.Identity)()
+    recipe = Recipe.from_dict({"exact": True, "kv_cache": {"dtype": "auto"}})
+    core.fp8_setup, core.exact_forward = SimpleNamespace(recipe=recipe), OfForward()
+    length, batch = 37, 3
+    given = [torch.randn(length, batch, n, 64).bfloat16() for n in (heads, kv_heads, kv_heads)]
+    given = [x.requires_grad_() for x in given]
+    starts = torch.arange(batch + 1) * length
+    packed = SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_q_padded=None, max_seqlen_q=length)
+    rows = [x.transpose(0, 1).flatten(0, 1) for x in given]
+    in_a_row = core(*rows, None, packed_seq_params=packed).view(batch, length, -1)
+    out = core(*given, None)
+    assert torch.equal(out, in_a_row.transpose(0, 1))
+    grad = torch.randn_like(out)
+    expected = torch.autograd.grad(in_a_row.transpose(0, 1), given, grad)
+    found = torch.autograd.grad(out, given, grad)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_positions_count_within_each_packed_sequence():
     """Padding belongs to the sequence before it; an empty sequence has no tokens."""
     packed = SimpleNamespace(
@@ -420,6 +442,25 @@ def test_layers_look_at_a_mask_once(monkeypatch):
         assert forward.is_causal(inference, 5)
         inference[4, 0] = True
         assert not forward.is_causal(inference, 5)
+
+
+def test_a_copy_of_a_model_looks_at_a_mask_itself(monkeypatch):
+    """The weak reference to the mask's memory would be freed twice."""
+    looked: list[int] = []
+    monkeypatch.setattr(exact, "_hides_what_comes_later", lambda mask: not looked.append(1))
+    forward, mask = OfForward(), torch.ones(5, 5).triu(1).bool()
+    assert forward.is_causal(mask, 5)
+    twin = copy.deepcopy(forward)
+    assert twin.is_causal(mask, 5) and len(looked) == 2
+    assert forward.is_causal(mask, 5) and len(looked) == 2
+
+
+def test_a_torch_without_the_gradient_of_norms_is_refused(monkeypatch):
+    assert hasattr(torch.ops.aten, exact._NORM_GRADIENT)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(exact, "_NORM_GRADIENT", "_no_such")
+    with pytest.raises(UnsupportedError, match=r"'_no_such', and torch .* has none; install a new"):
+        exact._check_kernels(torch.device("cuda"), 64)
 
 
 def test_an_exact_mlp_is_never_taken_apart(mcore):

@@ -1,4 +1,4 @@
-"""The script that ``launch`` runs for :func:`parallel_cases.main`, given OUT, BACKENDS and DEVICE.
+"""The script that ``launch`` runs for :func:`support.parallel.cases.main`, given what it takes.
 
 A file of its own, because writing a distributed checkpoint starts a process that imports the main
 module again, which takes seconds where that imports megatron.

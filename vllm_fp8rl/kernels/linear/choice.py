@@ -36,7 +36,7 @@ class CpuKernel:
     """
 
     backend = "cpu"
-    """What a kernel of vLLM's has in its place is a value of ``linear_backend``."""
+    """Name in reports; kernels of vLLM's have a value of ``linear_backend`` here."""
 
     def __init__(self, recipe: Recipe, *, keep: bool) -> None:
         self._format = recipe.activations.scale_format

@@ -260,7 +260,7 @@ def require_one_stage() -> None:
 
 
 def _is_whole(model: torch.nn.Module) -> bool:
-    """Whether the layers' paths are the names that they have in the engine."""
+    """Tell whether the layers' paths are their names in the engine."""
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if path and path in (getattr(module, "layer_name", None), getattr(method, "name", None)):
@@ -458,7 +458,7 @@ def _load_kv_scale(parameter: Any, tensor: torch.Tensor, batch: WriteBatch) -> N
 
 
 def _matrices(module: LinearBase) -> list[tuple[int, tuple[Any, ...]]]:
-    """List a linear layer's HF weights: rows, and the arguments by which vLLM's loader knows it."""
+    """List the rows of each HF weight in a linear layer, and its arguments for vLLM's loader."""
     if isinstance(module, QKVParallelLinear):
         heads = {"q": module.total_num_heads}
         heads |= dict.fromkeys("kv", module.total_num_kv_heads)

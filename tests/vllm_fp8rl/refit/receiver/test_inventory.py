@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import quantize_block
-from support.engine import SCALES, Engine, same_state
+from support.engine import SCALES, Engine, same_bits, same_state
 from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.refit import refit
+from vllm_fp8rl.refit.receiver import inventory as inventory_module
 from vllm_fp8rl.refit.receiver.inventory import Inventory
+from vllm_fp8rl.storage.block_grid import BlockGrid, WriteBatch, empty_storage
+from vllm_fp8rl.storage.parameters import Fp8Scale, Fp8Weight
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +141,41 @@ def test_other_loaders_of_quantized_parameters_are_refused(engine, leaf):
         parameter.weight_loader = raw_copy
     with pytest.raises(UnsupportedError, match="another loader"):
         del parameter.weight_loader
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("keys", "values"), [(128, 256), (64, 96)])
+def test_one_tensor_of_three_matrices_on_two_ranks(engine, rank, keys, values):
+    """Each rank has its heads of q, of k, of v and of z, one after the other; blocks may be shared.
+
+    refit/test_moe_parallel.py has two real ranks, among the slow tests.
+    """
+    columns, sizes = 256, [keys, keys, values, values]  # of one rank
+    storage = empty_storage(sum(sizes), columns)
+    grid = BlockGrid("layer", lambda: storage, sizes, columns, "fp32")
+    layer: Any = MergedColumnParallelLinear.__new__(MergedColumnParallelLinear)
+    torch.nn.Module.__init__(layer)
+    layer.output_sizes, layer.input_size = [2 * size for size in sizes], columns
+    generator = torch.Generator().manual_seed(rank)
+    whole = [torch.randn(2 * size, columns, generator=generator) for size in sizes]
+    sent = {"in_proj_qkv": torch.cat(whole[:3]), "in_proj_z": whole[3]}
+    expected = quantize_block(torch.cat([part.chunk(2)[rank] for part in whole]))
+    entries: dict[str, Any] = {}
+    for kind, data in ((Fp8Weight, storage[0]), (Fp8Scale, storage[1])):
+        parameter = kind(data, grid=grid, weight_loader=print)
+        parameter.tp_rank, parameter.tp_size = rank, 2
+        name = f"x.in_proj_qkvz.{kind.leaf}"
+        entries |= dict(inventory_module._linear(name, layer, parameter, {}))
+    assert entries["x.in_proj_qkv.weight"].shape == (2 * (2 * keys + values), columns)
+    assert all(entry.codes_fit == (keys == 128) for entry in entries.values())
+    for in_codes in (False, True) if keys == 128 else (False,):
+        storage[0].view(torch.uint8).zero_()
+        batch = WriteBatch()
+        with torch.no_grad():
+            for part, tensor in sent.items():
+                codes, scale_inv = quantize_block(tensor)
+                entries[f"x.{part}.weight"].route(codes if in_codes else tensor, batch)
+                if in_codes:
+                    entries[f"x.{part}.weight_scale_inv"].route(scale_inv, batch)
+            batch.run()
+        assert same_bits(storage[0], expected.codes) and same_bits(storage[1], expected.scale_inv)
