@@ -226,12 +226,12 @@ def _copy_tokens_kernel(
     stride_v_token,
     stride_v_head,
     BY_TOKEN: tl.constexpr,
-    HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     TILE: tl.constexpr,
     LEAST: tl.constexpr,
 ):
     head = tl.program_id(0)
+    heads = tl.num_programs(0)  # no constant: with a batch's sequences there are many numbers
     sequence = tl.program_id(1)
     start = tl.program_id(2) * TILE
     length = tl.load(lengths_ptr + sequence)
@@ -245,7 +245,7 @@ def _copy_tokens_kernel(
         at_v = source * stride_v_token + head * stride_v_head + dim[None, :]
         k = tl.load(k_ptr + at_k, mask=inside, other=0.0)
         v = tl.load(v_ptr + at_v, mask=inside, other=0.0)
-        row = (tl.load(starts_ptr + sequence) + start + lane).to(tl.int64) * HEADS + head
+        row = (tl.load(starts_ptr + sequence) + start + lane).to(tl.int64) * heads + head
         target = row[:, None] * HEAD + dim[None, :]
         if BY_TOKEN:
             codes, k_scale = quantize_int8_rows(k, LEAST)
@@ -298,7 +298,6 @@ def copy_tokens(
         value.stride(0),
         value.stride(1),
         BY_TOKEN=scales is None,
-        HEADS=heads,
         HEAD=size,
         TILE=TILE,
         LEAST=LEAST_INT8_SCALE,
