@@ -25,7 +25,7 @@ class GPUs:
     rollout: int
     training: int
     shared: bool
-    """The same GPUs serve both, in turn."""
+    """Whether both have these GPUs in turn."""
 
 
 def gpus_of(sections: Sections) -> GPUs:

@@ -30,7 +30,7 @@ GROWTH = 1.1
 torch's allocator cannot use all that it holds."""
 
 GROWTH_WITH_EXPERTS = 1.25
-"""The same where the model has experts: a batch may send them more tokens than the ones before."""
+""":data:`GROWTH` with experts, to which a batch may send more tokens than the ones before."""
 
 SPARE = 0.05
 """Share of the device that stays free beside, for what does not come from torch's allocator."""

@@ -78,7 +78,7 @@ def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch
 
 
 def cut(tensor: torch.Tensor, shard: Shard, columns: int) -> torch.Tensor:
-    """The same for a tensor that is known to have the HF shape."""
+    """Return this rank's part of a tensor of the HF shape, as a view."""
     (row, column) = shard.origin
     if shard.full == (shard.rows, columns):
         return tensor

@@ -60,7 +60,7 @@ class ExpertLayout:
     intermediate: int
     """Intermediate size of this rank's part of an expert, without padding."""
     padded: int
-    """The same, rounded up as it is allocated."""
+    """``intermediate``, rounded up as it is allocated."""
     tp_rank: int
     tp_size: int
     names: Experts = EXPERTS
@@ -101,7 +101,7 @@ class ExpertLayout:
         return f"{self.module_name(expert, matrix)}.weight"
 
     def module_name(self, expert: int, matrix: Matrix) -> str:
-        """The same without ``.weight``."""
+        """Return the HF name of an expert's matrix without ``.weight``."""
         return f"{self.name}.{expert}.{self.names.leaves[MATRICES.index(matrix)]}"
 
     def part_of(self, stack: torch.Tensor, matrix: Matrix, block: int = 1) -> torch.Tensor:
