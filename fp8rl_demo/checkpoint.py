@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8rl.errors import CheckpointError
+from fp8rl.weight_files import flush
 
 FORMAT = 3
 _KEEP = 2
@@ -85,10 +85,10 @@ def save(
     (partial / _STATE).write_text(json.dumps(state), encoding="utf-8")
     (partial / _SUMS).write_text("".join(_sums(partial)), encoding="utf-8")
     for file in partial.rglob("*"):
-        _sync(file)
+        flush(file)
     shutil.rmtree(target, ignore_errors=True)  # an identical one, if a step is run again
     partial.rename(target)
-    _sync(folder)
+    flush(folder)
     for old in _finished(folder)[:-_KEEP]:
         shutil.rmtree(old)
     return target
@@ -169,11 +169,3 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "")
         elif a != b:
             keys.append(f"{prefix}{key}")
     return keys
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

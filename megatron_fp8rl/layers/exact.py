@@ -318,7 +318,7 @@ class ExactCore(Fp8Module):
             )
         if layer is not None:
             layer.count(key, value)
-        if packed_seq_params is None:
+        if not packed:
             # Sequences of one length are one sequence with the heads of all.
             length = len(query)
             starts = torch.arange(2, dtype=torch.int32, device=query.device) * length
@@ -681,9 +681,9 @@ def _flash_backward(
     longest: int,
     scale: float,
 ) -> list[Tensor]:
-    """Return gradients of packed sequences' attention, by FlashAttention 2 in torch.
+    """Return gradients of attention by FlashAttention 2 in torch, where cuDNN does not serve.
 
-    torch's cuDNN would make a plan in every call for sequences of several lengths.
+    Packed sequences are such a case: for several lengths torch's cuDNN makes a plan in every call.
     """
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout: none
     found = torch.ops.aten._flash_attention_backward(

@@ -282,3 +282,12 @@ def _checked(start: bytes, size: int) -> dict[str, About]:
         name: About(about["dtype"], tuple(about["shape"]), about["data_offsets"][0])
         for name, about in tensors.items()
     }
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or what a folder lists, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -19,6 +19,7 @@ from fp8rl.export.format import Export
 from fp8rl.export.names import matrices
 from fp8rl.models.folder import INDEX
 from fp8rl.numerics import BLOCK, all_finite, quantize_block
+from fp8rl.weight_files import flush
 
 SHARD_BYTES = 2 * 2**30
 """Size from which a file of the new folder is full; a larger tensor has a file of its own."""
@@ -66,9 +67,9 @@ def write_export(
         for file in partial.glob("*.safetensors"):
             file.chmod(mode)  # safetensors gives access to the owner alone
         for file in (*partial.iterdir(), partial):
-            _sync(file)
+            flush(file)
         partial.rename(out)
-        _sync(out.parent)
+        flush(out.parent)
     except (OSError, SafetensorError) as error:
         if os.path.lexists(out):  # by another export
             raise _exists(out) from None
@@ -171,11 +172,3 @@ def _write_config(export: Export, folder: Path) -> None:
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
