@@ -335,13 +335,18 @@ def _refuse_split_batches(recipe: Recipe, sections: Sections) -> None:
         )
 
 
+def leaves_out_logprobs(sections: Sections) -> bool:
+    """Tell whether the loops do not compute ``prev_logprobs``, the trainer's log-probabilities."""
+    return (
+        sections.driver.name != "ppo"
+        and bool(sections.loss.get("force_on_policy_ratio"))
+        and sections.at("grpo").get("seq_logprob_error_threshold") is None
+    )
+
+
 def _refuse_unseen_batches(recipe: Recipe, sections: Sections) -> None:
     """Refuse settings for whole batches where the loops do not compute ``prev_logprobs``."""
-    if (
-        sections.driver.name == "ppo"
-        or not sections.loss.get("force_on_policy_ratio")
-        or sections.at("grpo").get("seq_logprob_error_threshold") is not None
-    ):
+    if not leaves_out_logprobs(sections):
         return
     for key, value in (
         *(

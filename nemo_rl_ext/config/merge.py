@@ -165,6 +165,11 @@ def read(sections: Sections) -> RunPlan | None:
         kv_cache = recipe.kv_cache.model_copy(update={"in_training": False})
         recipe = recipe.model_copy(update={"kv_cache": kv_cache})
     checks.refuse_unserved(recipe, sections)
+    if recipe.exact and checks.leaves_out_logprobs(sections):
+        notes.append(
+            "whether exact holds is not checked: 'loss_fn.force_on_policy_ratio' leaves out the "
+            "trainer's log-probabilities."
+        )
     guard = None
     if sections.loss.get(GUARD) is not None:
         guard = GuardConfig.from_dict(sections.loss[GUARD], where=f"{LOSS}.{GUARD}")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fp8rl import Recipe
 from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
 
 
 def equal_logprobs(
-    train_data: Mapping[str, Any], model: str, *, on_policy: bool
+    train_data: Mapping[str, Any], model: str, recipe: Recipe, *, on_policy: bool
 ) -> dict[str, float]:
     """Return the share of the tokens in the loss whose log-probabilities are equal to the bit.
 
@@ -21,6 +24,7 @@ def equal_logprobs(
         train_data: ``token_mask``, ``prev_logprobs``, ``generation_logprobs`` ``[B, S]``,
             ``sample_mask`` ``[B]``.
         model: name or folder of the model, for the log.
+        recipe: of the run, for the log.
         on_policy: the batch was sampled with the trainer's weights; a share below 1 is then an
             error in the log.
 
@@ -33,10 +37,10 @@ def equal_logprobs(
     if on_policy and equal < total:
         logger.error(
             "fp8rl: exact does not hold: %d of %d tokens have other log-probabilities in the "
-            "trainer than in the rollout; 'fp8rl exact %s' finds the first module that differs.",
+            "trainer than in the rollout; the first module that differs is found by: %s",
             total - equal,
             total,
-            _folder(model),
+            _command(model, recipe),
         )
     return {"fp8rl/equal_logprobs": equal / total}
 
@@ -51,6 +55,13 @@ def count_equal(train_data: Mapping[str, Any]) -> tuple[int, int]:
     counts[:, 0] = False  # a first token has no log-probability
     equal = train_data["generation_logprobs"] == train_data["prev_logprobs"]
     return int((equal & counts).sum()), int(counts.sum())
+
+
+def _command(model: str, recipe: Recipe) -> str:
+    """Return the command line that compares the modules of a model under the recipe of a run."""
+    given = recipe.model_dump(mode="json", exclude_defaults=True)
+    options = [] if given == {"exact": True} else ["--recipe", json.dumps(given)]
+    return shlex.join(["fp8rl", "exact", _folder(model), *options])
 
 
 def _folder(model: str) -> str:

@@ -45,7 +45,7 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
             # Before upstream masks sequences that differ.
             from nemo_rl_ext.driver.exactness import equal_logprobs
 
-            equal = equal_logprobs(data, plan.model, on_policy=not plan.queues_batches)
+            equal = equal_logprobs(data, plan.model, plan.recipe, on_policy=not plan.queues_batches)
             if run.correction is not None and run.correction.in_pieces:
                 run.correction.count_equal(data)
         metrics = masking(*given.args, **given.kwargs)

@@ -231,9 +231,9 @@ class Recipe(_Section):
     """Correction of the loss for the gap between rollout and trainer."""
     exact: bool = False
     """Rollout and trainer compute every place by the same kernels, whose result for a token does
-    not depend on the batch: log-probabilities are then equal to the bit. Dense models of Llama's
-    and Qwen3's families on a CPU or a Hopper GPU, or over two ranks of both engines; refused
-    elsewhere."""
+    not depend on the batch: log-probabilities are then equal to the bit. Models of Llama's and
+    Qwen3's families on a CPU or a Hopper GPU, dense ones over two ranks of both engines too, and
+    Qwen3-MoE on a Hopper GPU; refused elsewhere."""
     allow_untested_gpu: bool = False
     """FP8 rollouts start on a Blackwell GPU too, on which they have never run."""
 

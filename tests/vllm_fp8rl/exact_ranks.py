@@ -61,7 +61,10 @@ def rollout(folder: Path, recipe: Recipe) -> None:
 
 
 def trainer(folder: Path, recipe: Recipe) -> None:
-    """Score them on two ranks, with and without sequence parallelism, and on one for contrast."""
+    """Score them on two ranks, with and without sequence parallelism, and on one for contrast.
+
+    One rank with its weights in two pipeline stages has that rank's bits.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -86,9 +89,18 @@ def trainer(folder: Path, recipe: Recipe) -> None:
                 assert torch.equal(alone, theirs), (sharded, (alone == theirs).float().mean())
             else:  # two ranks round more often, or the test sees nothing
                 assert (alone == theirs).float().mean() < 0.5
+                whole = alone
             plain = built(folder / "plain", recipe, sequence_parallel=sharded)
             grads[ranks, sharded] = gradient(plain, samples)
             parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(1, 2)
+        model_parallel_cuda_manual_seed(1)
+        first = parallel_state.is_pipeline_first_stage()
+        stage = built(folder, recipe, pre_process=first, post_process=not first)
+        with torch.no_grad():
+            found = scored(stage, samples)
+        assert first or torch.equal(torch.cat(found), whole)
+        parallel_state.destroy_model_parallel()
     one = grads[1, False]  # of weights without heavy tails, where a rounding changes little
     off = {case: float((grad - one).norm() / one.norm()) for case, grad in grads.items()}
     assert max(off.values()) < 0.3, off  # without the sum over ranks it is above 0.5
@@ -111,7 +123,10 @@ def built(folder: Path, recipe: Recipe, **options: Any) -> Any:
 
 
 def scored(model: Any, samples: list[tuple[list[int], torch.Tensor]]) -> list[torch.Tensor]:
-    """Log-probabilities of the sampled tokens of sequences in a row, of NeMo RL's function."""
+    """Log-probabilities of the sampled tokens of sequences in a row, of NeMo RL's function.
+
+    Of a stage that another one follows an empty list; its results go there.
+    """
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -123,7 +138,14 @@ def scored(model: Any, samples: list[tuple[list[int], torch.Tensor]]) -> list[to
     packing = PackedSeqParams("thd", starts, starts, None, None, max(lengths), max(lengths))
     tokens = torch.tensor([*chain(*rows), *([0] * (sum(lengths) % 2))])  # ranks have equal parts
     positions = torch.cat([*map(torch.arange, lengths), torch.zeros(sum(lengths) % 2)]).long()
+    if not model.pre_process:
+        hidden = torch.empty(len(tokens), 1, model.config.hidden_size, dtype=torch.bfloat16)
+        torch.distributed.recv(hidden, 0)
+        model.set_input_tensor(hidden)
     logits = model(tokens[None], positions[None], None, packed_seq_params=packing)
+    if not model.post_process:
+        torch.distributed.send(logits, 1)
+        return []
     group = parallel_state.get_tensor_model_parallel_group()
     words = logits.shape[-1]
     first = group.rank() * words

@@ -248,25 +248,45 @@ def test_a_cpu_refuses_what_is_not_exact(
         other_engine(checkpoints["a"], Recipe.from_dict({"exact": True}))
 
 
-def test_ranks_that_share_a_cache_are_refused_by_their_key() -> None:
-    """As vLLM's config objects, of which a CPU cannot make one with such ranks."""
-    engine: Any = SimpleNamespace(
-        model_config=SimpleNamespace(
-            dtype=torch.bfloat16,
-            logprobs_mode="raw_logprobs",
-            head_dtype=torch.bfloat16,
-            is_multimodal_model=False,
-            get_sliding_window=lambda: None,
-        ),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=2),
-        device_config=SimpleNamespace(device_type="cpu"),
-        kernel_config=SimpleNamespace(linear_backend="auto"),
-        speculative_config=None,
-        lora_config=None,
-    )
+def settings(**differ: Any) -> Any:
+    """What check_exact reads of vLLM's config, of which a CPU cannot make each one."""
+    model = {"dtype": torch.bfloat16, "logprobs_mode": "raw_logprobs", "head_dtype": torch.bfloat16}
+    model |= {"is_multimodal_model": False, "get_sliding_window": lambda: None}
+    parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1}
+    other = {"speculative_config": None, "lora_config": None, "use_v2_model_runner": True}
+    parts = {
+        "model_config": model,
+        "parallel_config": parallel,
+        "kernel_config": {"linear_backend": "auto"},
+        "device_config": {"device_type": "cpu"},
+    }
+    for key, value in differ.items():
+        next((part for part in parts.values() if key in part), other)[key] = value
+    made = {name: SimpleNamespace(**part) for name, part in parts.items()}
+    return SimpleNamespace(**made, **other)
+
+
+@pytest.mark.parametrize(
+    ("differ", "said"),
+    [
+        ({"dtype": torch.float16}, r"dtype torch\.bfloat16 .* set it to bfloat16"),
+        ({"logprobs_mode": "raw_logits"}, "logprobs_mode 'raw_logprobs' .* leave it unset"),
+        ({"head_dtype": torch.float32}, "head_dtype .* leave it out of hf_overrides"),
+        ({"is_multimodal_model": True}, "is_multimodal_model False .* model of text alone"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 1 .* set it to 1"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size 1 .* set it to 1"),
+        ({"speculative_config": SimpleNamespace(method="ngram")}, "speculative_config .* unset"),
+        ({"lora_config": object()}, "enable_lora False .* leave it unset"),
+        ({"get_sliding_window": lambda: 64}, "sliding_window None .* not 64; choose another model"),
+        ({"linear_backend": "cutlass"}, "linear_backend 'auto' .* leave it unset"),
+        ({"device_type": "cuda"}, r"a GPU of compute capability \(9, 0\) .* use a Hopper GPU"),
+    ],
+)
+def test_a_setting_that_exact_does_not_serve_is_refused(differ: Any, said: str) -> None:
     policy = PluginManager().pin_policy(Recipe().pins, ModelSpec.dense(1).names)
-    with pytest.raises(UnsupportedError, match="needs decode_context_parallel_size 1 in"):
-        exact.check_exact(engine, policy)
+    remedy = "or set exact to false in the recipe"
+    with pytest.raises(UnsupportedError, match=f"exact needs {said}.*, {remedy}"):
+        exact.check_exact(settings(**differ), policy)
 
 
 def test_a_head_whose_sums_depend_on_the_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +303,8 @@ def test_a_head_whose_sums_depend_on_the_batch_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.nn.functional, "linear", multiply)
     wrong = 0
     exact._check_head(100, 16, most=12, device="cpu")
-    assert seen == [(128, 16)] * 12  # as vLLM pads a vocabulary
+    exact._check_head(320, 16, most=1, ranks=2, device="cpu")
+    assert seen == [*[(128, 16)] * 12, (160, 16)]  # as vLLM pads a vocabulary
     wrong = 11
     with pytest.raises(UnsupportedError, match=r"multiplies 11 rows with \[100, 16\] in another"):
         exact._check_head(100, 16, most=12, device="cpu")

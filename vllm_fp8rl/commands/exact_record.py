@@ -56,6 +56,8 @@ def _record_alone(request: ExactRequest) -> None:
 def _record(request: ExactRequest) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if request.recipe.exact and torch.cuda.is_available():
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # with experts vLLM takes the first
     from vllm import LLM, SamplingParams
 
     from vllm_fp8rl.calibration import calibrate_kv_scales

@@ -113,10 +113,14 @@ def _rotated(
     return query.flatten(-2), key.flatten(-2)
 
 
-@torch.library.custom_op("fp8rl::exact_swiglu", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("fp8rl::exact_swiglu", mutates_args=(), device_types=("cuda", "cpu"))
 def _swiglu(x: torch.Tensor) -> torch.Tensor:
-    """Multiply gate and up; see :func:`fp8rl.kernels.reference.swiglu`."""
-    return reference.swiglu(x)
+    """Multiply gate and up in float32, rounded once; the fusion pass joins the quantization."""
+    if x.is_cpu:
+        return reference.swiglu(x)
+    from fp8rl.numerics.triton.activations import silu_and_mul  # needs Triton
+
+    return silu_and_mul(x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
 
 @_swiglu.register_fake
@@ -171,13 +175,13 @@ class ExactRotary(Float32Rotary):
 
 
 class ExactSiluAndMul(SiluAndMul):
-    """SwiGLU on a CPU, as the trainer computes it before its quantization."""
+    """SwiGLU as the trainer computes it before its quantization."""
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[.., K]`` for gate and up side by side in ``[.., 2 K]``."""
         return torch.ops.fp8rl.exact_swiglu(x)
 
-    forward_cpu = forward_native
+    forward_cuda = forward_cpu = forward_native
 
 
 def unserved_rotation(rope: Any, engine: VllmConfig) -> str | None:
@@ -200,22 +204,24 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
     model, parallel = engine.model_config, engine.parallel_config
     on_cpu = engine.device_config.device_type == "cpu"
     capability = current_platform.get_device_capability()
+    draft, context = engine.speculative_config, parallel.decode_context_parallel_size
     needed = [
-        ("dtype", model.dtype, torch.bfloat16),
-        ("logprobs_mode", model.logprobs_mode, "raw_logprobs"),
-        ("head_dtype", model.head_dtype, torch.bfloat16),
-        ("a model of text alone, is_multimodal_model", model.is_multimodal_model, False),
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
-        ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
-        ("speculative_config", engine.speculative_config, None),
-        ("lora_config", engine.lora_config, None),
-        ("sliding window", model.get_sliding_window(), None),
-        ("kernel_config.linear_backend", engine.kernel_config.linear_backend, "auto"),
+        ("dtype", model.dtype, torch.bfloat16, "set it to bfloat16"),
+        ("logprobs_mode", model.logprobs_mode, "raw_logprobs", "leave it unset"),
+        ("head_dtype", model.head_dtype, torch.bfloat16, "leave it out of hf_overrides"),
+        ("is_multimodal_model", model.is_multimodal_model, False, "choose a model of text alone"),
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1, "set it to 1"),
+        ("decode_context_parallel_size", context, 1, "set it to 1"),
+        ("speculative_config", draft and draft.method, None, "leave it unset"),
+        ("enable_lora", engine.lora_config is not None, False, "leave it unset"),
+        ("sliding_window", model.get_sliding_window(), None, "choose another model"),
+        ("linear_backend", engine.kernel_config.linear_backend, "auto", "leave it unset"),
     ]
     if not on_cpu:
+        card, second = tuple(capability or ()), engine.use_v2_model_runner
         needed += [
-            ("a Hopper GPU, of compute capability", tuple(capability or ()), (9, 0)),
-            ("VLLM_USE_V2_MODEL_RUNNER", engine.use_v2_model_runner, True),
+            ("a GPU of compute capability", card, (9, 0), "use a Hopper GPU"),
+            ("VLLM_USE_V2_MODEL_RUNNER", second, True, "set it to 1 in the environment"),
         ]
     _require(needed, "in the rollout engine")
     if model.hf_text_config.model_type not in EXACT_MODELS:
@@ -231,12 +237,17 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
         _check_kernels(engine)
 
 
-def _require(needed: list[tuple[str, Any, Any]], where: str) -> None:
-    """Refuse the first setting with a wrong value; each is a name, its value, the needed one."""
-    for what, value, good in needed:
+def _require(needed: list[tuple[str, Any, Any, str]], where: str) -> None:
+    """Refuse the first setting with a wrong value.
+
+    Args:
+        needed: of each setting its name, its value, the needed one, a remedy.
+        where: whose settings they are.
+    """
+    for what, value, good, remedy in needed:
         if value != good:
             raise UnsupportedError(
-                f"exact needs {what} {good!r} {where}, not {value!r}; change it, {REMEDY}"
+                f"exact needs {what} {good!r} {where}, not {value!r}; {remedy}, {REMEDY}"
             )
 
 
@@ -283,15 +294,17 @@ def check_sums(engine: VllmConfig) -> None:
 def check_experts(engine: VllmConfig) -> None:
     """Raise UnsupportedError if the result of an engine's experts would not be the trainer's."""
     config, parallel = engine.model_config.hf_text_config, engine.parallel_config
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    backend, device = engine.kernel_config.moe_backend, engine.device_config.device_type
     needed = [
-        ("a Hopper GPU, device_type", engine.device_config.device_type, "cuda"),
-        ("norm_topk_prob", config.norm_topk_prob, True),
-        ("no shared expert", getattr(config, "shared_expert_intermediate_size", None) or 0, 0),
-        ("tensor_parallel_size", parallel.tensor_parallel_size, 1),
-        ("data_parallel_size", parallel.data_parallel_size, 1),
-        ("enable_expert_parallel", parallel.enable_expert_parallel, False),
-        ("enable_eplb", parallel.enable_eplb, False),
-        ("kernel_config.moe_backend", engine.kernel_config.moe_backend, "auto"),
+        ("device_type", device, "cuda", "use a Hopper GPU"),
+        ("norm_topk_prob", config.norm_topk_prob, True, "choose another model"),
+        ("shared_expert_intermediate_size", shared, 0, "choose another model"),
+        ("tensor_parallel_size", parallel.tensor_parallel_size, 1, "set it to 1"),
+        ("data_parallel_size", parallel.data_parallel_size, 1, "set it to 1"),
+        ("enable_expert_parallel", parallel.enable_expert_parallel, False, "leave it unset"),
+        ("enable_eplb", parallel.enable_eplb, False, "leave it unset"),
+        ("moe_backend", backend, "auto", "leave it unset"),
     ]
     _require(needed, "of a rollout engine with experts")
 
@@ -306,27 +319,30 @@ def _check_kernels(engine: VllmConfig) -> None:
             f"exact serves heads of {HEAD_SIZES}, not of {model.get_head_size()}; choose another "
             f"model, {REMEDY}"
         )
-    ranks = engine.parallel_config.tensor_parallel_size
     _check_head(
-        model.get_vocab_size() // ranks,
+        model.get_vocab_size(),
         model.get_hidden_size(),
         engine.scheduler_config.max_num_seqs,
+        ranks=engine.parallel_config.tensor_parallel_size,
     )
     _check_logprobs()
 
 
-def _check_head(words: int, hidden: int, most: int, device: str = "cuda") -> None:
+def _check_head(
+    vocabulary: int, hidden: int, most: int, *, ranks: int = 1, device: str = "cuda"
+) -> None:
     """Refuse an output projection by which a batch of up to ``most`` rows has its own sums.
 
     The trainer multiplies :data:`fp8rl.kernels.head.ROWS` rows at a time, by a weight without the
     rows with which vLLM pads the vocabulary. With few words an engine does so too.
     """
+    words = vocabulary // ranks  # of a rank
     if words <= head.FEW_WORDS:
         return
     make = torch.Generator(device).manual_seed(0)
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": make}
     rows = torch.randn(max(most, head.ROWS), hidden, **options)
-    weight = torch.randn(pad_vocab_size(words), hidden, **options)
+    weight = torch.randn(pad_vocab_size(vocabulary) // ranks, hidden, **options)
     trainers = head.multiply(rows[: head.ROWS], weight[:words].t())
     for count in range(1, most + 1):
         found = torch.nn.functional.linear(rows[:count], weight)[: head.ROWS, :words]

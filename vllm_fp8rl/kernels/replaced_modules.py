@@ -30,7 +30,7 @@ class ModuleReplacement:
     """Replaces modules of one engine while its model is built, until :meth:`close`.
 
     Rotary embeddings of the language model with ``rope_dtype: float32``, SwiGLU on a GPU where
-    nothing is compiled, and with ``exact`` norms and rotary embeddings, on a CPU SwiGLU too.
+    nothing is compiled, and with ``exact`` norms, rotary embeddings and SwiGLU.
     """
 
     def __init__(self, engine: VllmConfig, recipe: Recipe) -> None:
@@ -38,8 +38,8 @@ class ModuleReplacement:
         self._exact = recipe.exact
         self._rotary = recipe.rope_dtype == "float32" and not recipe.exact
         eager = engine.compilation_config.mode == CompilationMode.NONE
-        self._on_gpu = engine.device_config.device_type == "cuda"
-        self._swiglu = recipe.rollout and eager if self._on_gpu else recipe.exact
+        on_gpu = engine.device_config.device_type == "cuda"
+        self._swiglu = recipe.exact or (recipe.rollout and eager and on_gpu)
         self._made: dict[torch.nn.Module, torch.nn.Module | None] = {}
         self._handle: Any = None
         if self._exact or self._rotary or self._swiglu:
@@ -123,7 +123,7 @@ class ModuleReplacement:
         return None
 
     def _new_swiglu(self) -> SiluAndMul:
-        if not self._on_gpu:
+        if self._exact:
             from vllm_fp8rl.kernels.exact import ExactSiluAndMul
 
             return ExactSiluAndMul()

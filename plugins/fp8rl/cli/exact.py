@@ -80,6 +80,10 @@ def add_exact(app: typer.Typer, plugins: PluginManager) -> None:
         differ = [row.name for row in found if row.equal < row.total]
         if differ:
             print_problems(console, [f"The first that differs is '{differ[0]}'."])
+        console.print(
+            "Not compared: a compiled engine, TransformerEngine's layers, several ranks, later "
+            "layers."
+        )
 
 
 def _prompts(file: Path | None) -> tuple[str, ...]:

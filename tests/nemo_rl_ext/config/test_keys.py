@@ -356,6 +356,7 @@ def test_a_wrong_config_is_refused_by_its_path(
         "vllm.tensor_parallel_size=2",
         "loss.fp8rl_guard.fallback=stop",
         "vllm.async_engine=true block.kv_cache.recalibrate=grow",
+        "loss.force_on_policy_ratio=true",
     ],
 )
 def test_what_is_exact(overrides: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -366,6 +367,8 @@ def test_what_is_exact(overrides: str, caplog: pytest.LogCaptureFixture) -> None
     # Logits that vLLM 0.25 has processed are in float32, whose sums have another order.
     assert made.policy["generation"]["vllm_cfg"]["logprobs_mode"] == "raw_logprobs"
     assert "exact needs DeepGEMM" in caplog.text  # its worker would raise after Ray has started
+    unseen = "whether exact holds is not checked" in caplog.text
+    assert unseen == ("force_on_policy_ratio" in overrides)
 
 
 @pytest.mark.parametrize(

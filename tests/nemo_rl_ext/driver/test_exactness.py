@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shlex
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,11 +49,11 @@ def data(*differ: tuple[int, int]) -> dict[str, torch.Tensor]:
 def test_the_share_and_the_error(
     differ: Any, share: float, on_policy: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = equal_logprobs(data(*differ), MODEL, on_policy=on_policy)
+    found = equal_logprobs(data(*differ), MODEL, Recipe(exact=True), on_policy=on_policy)
     assert found == {"fp8rl/equal_logprobs": pytest.approx(share)}
     errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
     if on_policy and share < 1:
-        assert "1 of 3 tokens" in errors[0] and "'fp8rl exact my-model'" in errors[0]
+        assert "1 of 3 tokens" in errors[0] and errors[0].endswith(": fp8rl exact my-model")
     else:
         assert not errors
 
@@ -71,13 +73,20 @@ def test_the_error_names_the_folder_of_a_model_from_the_hub(
         ("some/other", "some/other"),
         ("/no/such/folder", "/no/such/folder"),
     ):
-        equal_logprobs(data((0, 3)), name, on_policy=True)
-        assert f"'fp8rl exact {said}' finds" in caplog.messages[-1]
+        equal_logprobs(data((0, 3)), name, Recipe(exact=True), on_policy=True)
+        assert caplog.messages[-1].endswith(f": fp8rl exact {said}")
+
+
+def test_the_error_names_the_recipe_of_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"exact": True, "kv_cache": {"dtype": "int8_per_token_head"}}
+    equal_logprobs(data((0, 3)), MODEL, Recipe.from_dict(given), on_policy=True)
+    command = shlex.split(caplog.messages[-1].rpartition(": fp8rl exact ")[2])
+    assert command[:2] == [MODEL, "--recipe"] and json.loads(command[2]) == given
 
 
 def test_a_batch_without_tokens_has_no_share() -> None:
     empty = data() | {"sample_mask": torch.zeros(2)}
-    assert equal_logprobs(empty, MODEL, on_policy=True) == {}
+    assert equal_logprobs(empty, MODEL, Recipe(exact=True), on_policy=True) == {}
 
 
 @pytest.mark.parametrize(

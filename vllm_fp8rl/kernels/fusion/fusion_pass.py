@@ -5,7 +5,8 @@ With ``exact`` it also fuses the norms of queries and keys with their rotation.
 vLLM has such passes for its own quantization kernels
 (``vllm/compilation/passes/fusion/{rms,act}_quant_fusion.py``). This one uses vLLM's public setting
 for other passes, ``post_grad_custom_post_pass`` in ``inductor_compile_config``. Where no pattern
-matches, the two kernels run separately, with the same result up to rounding.
+matches, the two kernels run separately, with the same result up to rounding; with ``exact``, whose
+kernels Inductor cannot change, with the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from vllm.compilation.passes.vllm_inductor_pass import (
 from vllm.config import CompilationMode, PassConfig, VllmConfig
 from vllm.logger import init_logger
 
-from fp8rl.errors import UnsupportedError
 from fp8rl.kernels import norm as triton_norm
 from fp8rl.numerics import GROUP
 from fp8rl.numerics.triton import activations as triton_fused
@@ -68,9 +68,8 @@ class _Fusion(VllmPatternReplacement):
         return [self.empty(*shape, dtype=dtype) for dtype, shape in self._arguments]
 
 
-def silu_mul_quantize(dtype: torch.dtype, pow2: bool) -> _Fusion:
+def silu_mul_quantize(silu_and_mul: Any, dtype: torch.dtype, pow2: bool) -> _Fusion:
     """Fuse ``quantize(silu_and_mul(x))``."""
-    silu_and_mul = MatcherSiluAndMul()
 
     def pattern(x: torch.Tensor) -> Any:
         return torch.ops.fp8rl.quantize(silu_and_mul(x), pow2)
@@ -154,13 +153,17 @@ class FuseQuantization(VllmFusionPatternMatcherPass):
         self._sources = [sys.modules[__name__], deep_gemm_op, fused_ops, triton_fused, triton_norm]
         dtype = engine.model_config.dtype
         norm, add_norm = vllm.ir.ops.rms_norm, vllm.ir.ops.fused_add_rms_norm
+        silu_and_mul: Any
         if recipe.exact:
             from fp8rl.kernels import rotary
             from vllm_fp8rl.kernels import exact  # needs more of vLLM
 
             self._sources += [exact, rotary]
             norm, add_norm = torch.ops.fp8rl.exact_norm, torch.ops.fp8rl.exact_add_norm
-        self.register(silu_mul_quantize(dtype, pow2))
+            silu_and_mul = torch.ops.fp8rl.exact_swiglu
+        else:
+            silu_and_mul = MatcherSiluAndMul()
+        self.register(silu_mul_quantize(silu_and_mul, dtype, pow2))
         for epsilon in _EPSILONS:
             # First: it contains the next.
             self.register(add_norm_quantize(add_norm, dtype, epsilon, pow2))
@@ -183,12 +186,7 @@ class FuseQuantization(VllmFusionPatternMatcherPass):
 
 
 def install(engine: VllmConfig, recipe: Recipe) -> None:
-    """Add the pass to an engine that is being built, unless the user has set one of his own.
-
-    Raises:
-        UnsupportedError: ``exact`` in an engine that is compiled without the pass, whose SwiGLU
-            would not be the trainer's.
-    """
+    """Add the pass to an engine that is being built, unless the user has set one of his own."""
     compilation = engine.compilation_config
     if compilation.mode == CompilationMode.NONE:
         return
@@ -197,13 +195,6 @@ def install(engine: VllmConfig, recipe: Recipe) -> None:
     passes = compilation.inductor_compile_config
     if PASS_KEY not in passes:
         passes[PASS_KEY] = FuseQuantization(engine, recipe)
-    fused = compilation.backend == "inductor" and isinstance(passes[PASS_KEY], FuseQuantization)
-    if recipe.exact and not fused:
-        raise UnsupportedError(
-            "exact needs SwiGLU fused with quantization where a rollout is compiled; leave "
-            f"compilation_config.backend and inductor_compile_config['{PASS_KEY}'] unset, set "
-            "enforce_eager, or set exact to false in the recipe."
-        )
 
 
 def _leave_sums_alone(passes: PassConfig) -> None:

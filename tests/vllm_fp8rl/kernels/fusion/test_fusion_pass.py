@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
 from fp8rl import Recipe
-from fp8rl.errors import UnsupportedError
 from support.tiny import make_checkpoint
 
 fusion_pass = pytest.importorskip("vllm_fp8rl.kernels.fusion.fusion_pass", reason="needs Triton")
@@ -78,25 +76,25 @@ def test_norms_of_queries_and_keys_are_fused_with_their_rotation(tmp_path):
     assert found == [("exact_norm_rotate", "query_weight_1", "key_weight_1", "1e-06")]
 
 
-@pytest.mark.parametrize(
-    ("backend", "passes", "exact", "refused"),
-    [
-        ("inductor", {}, True, False),
-        ("eager", {}, True, True),
-        ("inductor", {fusion_pass.PASS_KEY: len}, True, True),
-        ("eager", {fusion_pass.PASS_KEY: len}, False, False),
-    ],
-)
-def test_exact_is_not_compiled_without_the_pass(
-    backend: str, passes: dict[str, Any], exact: bool, refused: bool, monkeypatch: Any
-) -> None:
+def test_swiglu_of_exact_is_fused_with_quantization(tmp_path):
+    def mlp(x: Any) -> Any:
+        return OPS.quantize(OPS.exact_swiglu(x), False)
+
+    def of_other_scales(x: Any) -> Any:
+        return OPS.quantize(OPS.exact_swiglu(x), True)
+
+    assert fused(mlp, (7, 256), folder=tmp_path) == [("silu_mul_quantize", "x_1", "False")]
+    apart = fused(of_other_scales, (7, 256), folder=tmp_path)
+    assert apart == [("exact_swiglu", "x_1"), ("quantize", "True")]
+
+
+def test_exact_leaves_the_sums_over_ranks_alone(monkeypatch: Any) -> None:
     monkeypatch.setattr(fusion_pass.FuseQuantization, "__init__", lambda *_: None)
-    over_ranks = SimpleNamespace(fuse_allreduce_rms=True, enable_sp=None)
-    compilation = SimpleNamespace(
-        mode=3, backend=backend, inductor_compile_config=passes, pass_config=over_ranks
-    )
-    recipe: Any = Recipe.from_dict({"exact": exact})
-    expected = pytest.raises(UnsupportedError, match=r"exact needs SwiGLU fused.* enforce_eager")
-    with expected if refused else nullcontext():
+    for exact in (True, False):
+        over_ranks = SimpleNamespace(fuse_allreduce_rms=True, enable_sp=None)
+        compilation = SimpleNamespace(
+            mode=3, backend="inductor", inductor_compile_config={}, pass_config=over_ranks
+        )
+        recipe: Any = Recipe.from_dict({"exact": exact})
         fusion_pass.install(SimpleNamespace(compilation_config=compilation), recipe)
-    assert over_ranks.fuse_allreduce_rms is not exact  # it has a norm of its own
+        assert over_ranks.fuse_allreduce_rms is not exact  # it has a norm of its own
