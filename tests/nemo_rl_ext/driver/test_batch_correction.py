@@ -312,7 +312,7 @@ from 0.05 to 0.40 (``benchmarks/results/nemo_rl_exact_h200.json``)."""
 def test_the_guard_learns_what_is_usual_of_a_small_pretrained_model(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Naively it drops sequences of each step of a healthy run for ever."""
+    """Naively it is tight for ever in a healthy run."""
     guard = MismatchGuard(GuardConfig(learn_steps=0))
     assert {guard.observe(error) for error in SMOLLM2} == {"tight"}
 
