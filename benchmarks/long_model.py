@@ -22,6 +22,7 @@ import math
 import random
 import sys
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -45,37 +46,26 @@ SIZES: dict[str, dict[str, int]] = {
     "200m": {"hidden_size": 1280, "intermediate_size": 3840, "num_hidden_layers": 11},
 }
 """Heads have 128 numbers; two KV heads serve all."""
-REPORT_S = 30.0
 CHECKPOINT = "checkpoint.pt"
 STREAM = 1_000_000
 """Steps between the programs of two seeds."""
 
 
-class WarmStart:
-    """The training of a model, which a checkpoint resumes.
+class WarmStart(ABC):
+    """The training of a model on demonstrations, which a checkpoint resumes.
 
     Args:
         options: of the command line.
+        model: what is trained, in float32; on a GPU where there is one.
     """
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    report_s = 30.0
+    """Seconds between reports, each with a checkpoint."""
+
+    def __init__(self, options: argparse.Namespace, model: Any) -> None:
         self.options = options
-        self.tokenizer = LongTokenizer()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        torch.manual_seed(options.seed)
-        shape = SIZES[options.size]
-        heads = shape["hidden_size"] // 128
-        self.model: Any = build(
-            "qwen3",
-            **shape,
-            num_attention_heads=heads,
-            num_key_value_heads=min(heads, 2),
-            max_position_embeddings=4096,
-            vocab_size=self.tokenizer.vocab_size,
-            bos_token_id=self.tokenizer.bos_id,
-            eos_token_id=self.tokenizer.eos_id,
-            pad_token_id=self.tokenizer.pad_id,
-        ).to(self.device)
+        self.model: Any = model.to(self.device)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             betas=(0.9, 0.95),
@@ -101,7 +91,7 @@ class WarmStart:
             now = time.monotonic()
             self.seconds = before + now - began
             finished = self.progress() >= 1.0
-            if finished or now - reported >= REPORT_S:
+            if finished or now - reported >= self.report_s:
                 accuracy = self.expected_accuracy()
                 told = {
                     "step": self.steps,
@@ -128,10 +118,7 @@ class WarmStart:
         for group in self.optimizer.param_groups:
             group["lr"] = options.learning_rate * ramp
         choose = random.Random(f"warm start/{options.seed * STREAM + self.steps}")
-        longest = min(options.longest, 3 + int(options.longest * progress * 3))
-        tokens, prompt = self.batch(choose.randint(1, longest), choose, options.slips)
-        labels = tokens.clone()
-        labels[:, :prompt] = IGNORED
+        tokens, labels = self.examples(choose, progress)
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self.model(input_ids=tokens, labels=labels).loss
         loss.backward()
@@ -141,6 +128,66 @@ class WarmStart:
         self.steps += 1
         self.tokens += tokens.numel()
         return loss.detach()
+
+    @abstractmethod
+    def examples(self, choose: random.Random, progress: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens and labels of a step, int64 ``[size, length]``.
+
+        Args:
+            choose: source of the choices.
+            progress: share of the training that is done.
+        """
+
+    @abstractmethod
+    def expected_accuracy(self) -> float:
+        """Return the probability that a sampled answer goes the right way, with any words."""
+
+    def save_checkpoint(self) -> None:
+        """Write what resumes the training, in the place of an older checkpoint."""
+        file = self.options.folder / CHECKPOINT
+        file.parent.mkdir(parents=True, exist_ok=True)
+        kept = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "done": (self.steps, self.tokens, self.seconds),
+        }
+        torch.save(kept, file.with_suffix(".new"))
+        file.with_suffix(".new").replace(file)
+
+
+class ProgramWarmStart(WarmStart):
+    """The training of a small Qwen3 on list programs.
+
+    Args:
+        options: of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.tokenizer = LongTokenizer()
+        torch.manual_seed(options.seed)
+        shape = SIZES[options.size]
+        heads = shape["hidden_size"] // 128
+        model = build(
+            "qwen3",
+            **shape,
+            num_attention_heads=heads,
+            num_key_value_heads=min(heads, 2),
+            max_position_embeddings=4096,
+            vocab_size=self.tokenizer.vocab_size,
+            bos_token_id=self.tokenizer.bos_id,
+            eos_token_id=self.tokenizer.eos_id,
+            pad_token_id=self.tokenizer.pad_id,
+        )
+        super().__init__(options, model)
+
+    def examples(self, choose: random.Random, progress: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens and labels of programs of one length, short ones first."""
+        options = self.options
+        longest = min(options.longest, 3 + int(options.longest * progress * 3))
+        tokens, prompt = self.batch(choose.randint(1, longest), choose, options.slips)
+        labels = tokens.clone()
+        labels[:, :prompt] = IGNORED
+        return tokens, labels
 
     def batch(
         self, steps: int, choose: random.Random, slips: float, size: int | None = None
@@ -209,18 +256,6 @@ class WarmStart:
         told = [self.tokenizer.decode(row[len(rows[0]) :]) for row in tokens.tolist()]
         return sum(is_right(p.answer, text) for p, text in zip(asked, told, strict=True)) / count
 
-    def save_checkpoint(self) -> None:
-        """Write what resumes the training, in the place of an older checkpoint."""
-        file = self.options.folder / CHECKPOINT
-        file.parent.mkdir(parents=True, exist_ok=True)
-        kept = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "done": (self.steps, self.tokens, self.seconds),
-        }
-        torch.save(kept, file.with_suffix(".new"))
-        file.with_suffix(".new").replace(file)
-
     def save_model(self) -> None:
         """Write the model in BF16 safetensors, and its tokenizer; the model ends on the CPU."""
         save(self.model, "qwen3", self.options.folder)
@@ -246,7 +281,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and of programs")
     parser.add_argument("--samples", type=int, default=64, help="answers sampled at the end")
     options = parser.parse_args()
-    start = WarmStart(options)
+    start = ProgramWarmStart(options)
     start.run()
     if options.samples:
         told = {"sampled_accuracy": start.sampled_accuracy(options.samples)}

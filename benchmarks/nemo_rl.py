@@ -5,15 +5,16 @@
                                  [--single-controller | --in-flight] [--model HF_FOLDER]
                                  [--family FAMILY] [--prompts 32] [--generations 16]
                                  [--limit SECONDS] [--graphs] [--write-only]
-                                 [--task sums|long|real] [--programs 24,40] [--seed 42]
+                                 [--task sums|long|reasoning|real] [--programs 24,40]
+                                 [--gym sums|legs] [--seed 42]
                                  [--size 1.7b|4b|8b|30b-a3b-12l] [--set KEY=VALUE]...
 
 Makes a model and data, writes a YAML for each variant on top of upstream's (``nemo_rl_yaml.py``),
 runs the driver untouched, and prints for each variant what its logs have (``nemo_rl_results.py``):
 reward and mismatch of every step, and seconds by phase. ``fp8rl-bf16kv`` has FP8 rollouts over a
 BF16 KV cache, as upstream's FP8 path with a DTensor trainer; ``fp8rl-int8kv`` an INT8 cache;
-``fp8rl-rollout`` FP8 in rollouts alone; ``fp8rl-exact`` is ``exact: true``, for ``sums`` with
-packed sequences.
+``fp8rl-rollout`` and ``upstream-rollout`` FP8 in rollouts alone, over a BF16 cache; ``fp8rl-exact``
+is ``exact: true``, for ``sums`` with packed sequences.
 
 ``--task sums``: a small Qwen3 trained here for seconds, or a small model of ``--family`` with its
 file under ``recipes/`` (``nemo_rl_families.py``). ``--gpus 2`` makes rollouts tensor-parallel and
@@ -22,6 +23,9 @@ of two GPUs and an asynchronous engine on the other; ``fp8rl`` then has KV scale
 ``--task long``: answers of hundreds of tokens (``long_tasks.py``; ``--programs`` bounds the steps
 of a program) of the model that ``long_model.py`` has made. It validates and keeps checkpoints; the
 same command goes on from the last one.
+``--task reasoning``: a task of reasoning-gym (``--gym``, ``reasoning_tasks.py``), which its scorer
+judges, of the pretrained model that ``reasoning_model.py`` has warmed up; it goes on likewise.
+reasoning-gym must be importable here and in Ray's workers.
 ``--task real``: a Qwen3 of true shape with random weights (``real_model.py``), 512 tokens in and
 exactly 1,024 out. Medians leave out two steps, a table of them is written to
 ``FOLDER/real-SIZE.md``, and a variant whose result lies in the folder is not run again.
@@ -40,36 +44,27 @@ import argparse
 import json
 import math
 import os
-import random
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
 from facts import is_shared
-from long_tasks import bounds, problems, write
+from long_tasks import bounds
+from nemo_rl_data import PROBLEMS, prepare
 from nemo_rl_families import RECIPES, gate
-from nemo_rl_results import MEDIAN_STEPS, WARM_STEPS, is_complete, summary, table
-from nemo_rl_yaml import (
-    HELD_OUT,
-    LOGPROB_BATCH,
-    TOKENS_IN,
-    batch_size,
-    config,
-    micro_batch,
-)
-from real_model import ANSWERS, SIZES, has_shape, prompt_words, shape_of
-from real_model import make_model as make_real_model
-from tiny_models import make_model
-from tiny_models import problems as sums
+from nemo_rl_results import MEDIAN_STEPS, WARM_STEPS, is_complete, judge_of, summary, table
+from nemo_rl_yaml import LOGPROB_BATCH, batch_size, config, micro_batch
+from real_model import SIZES, has_shape
+from reasoning_tasks import TASKS as REASONING
 
 VARIANTS = (
     "bf16",
     "upstream",
+    "upstream-rollout",
     "fp8rl",
     "fp8rl-bf16kv",
     "fp8rl-int8kv",
@@ -86,6 +81,14 @@ TASKS: dict[str, dict[str, Any]] = {
         "generations": 8,
         "programs": (24, 40),
     },
+    "reasoning": {
+        "trainer": "megatron",
+        "variants": "bf16,fp8rl-rollout,fp8rl-bf16kv,fp8rl,fp8rl-int8kv,fp8rl-exact",
+        "steps": 100,
+        "prompts": 16,
+        "generations": 8,
+        "gym": "sums",
+    },
     "real": {
         "trainer": "megatron",
         "variants": "bf16,fp8rl,upstream",
@@ -98,8 +101,10 @@ TASKS: dict[str, dict[str, Any]] = {
 """Defaults of the other arguments."""
 PROGRESS = re.compile(r"Step \d+/\d+|Total step time: [0-9.]+s|Total setup: [0-9.]+s")
 """Of the driver's log, what is shown while it runs."""
-PROBLEMS = 16_384
-"""Of the training data; each is asked once."""
+RESUMED = ("long", "reasoning")
+"""Tasks that validate, keep checkpoints and go on from the last one."""
+WORKERS = Path(__file__).resolve().with_name("nemo_rl_workers")
+"""What Ray's workers import, in a folder without a ``nemo_rl.py``."""
 
 
 def parse() -> argparse.Namespace:
@@ -120,6 +125,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--generations", type=int)
     parser.add_argument("--task", choices=tuple(TASKS), default="sums")
     parser.add_argument("--programs", type=bounds, metavar="SHORTEST,LONGEST")
+    parser.add_argument("--gym", choices=tuple(REASONING))
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--size", choices=tuple(SIZES))
     parser.add_argument("--limit", type=float)
@@ -190,18 +196,23 @@ def run_variant(options: argparse.Namespace, file: Path, logs: Path) -> dict[str
         file: the YAML; the driver's output goes beside it.
         logs: folder of its tensorboard.
     """
-    long, real = options.task == "long", options.task == "real"
+    resumed, real = options.task in RESUMED, options.task == "real"
     driver = "run_grpo_single_controller.py" if options.single_controller else "run_grpo.py"
     shared = is_shared() if real else None
     earlier = set(logs.glob("*"))
     command = [sys.executable, str(options.source.resolve() / "examples" / driver)]
-    with file.with_suffix(".log").open("a" if long else "w", encoding="utf-8") as log:
+    if options.task == "reasoning":
+        command.insert(1, str(WORKERS / "reasoning_environment.py"))
+    with file.with_suffix(".log").open("a" if resumed else "w", encoding="utf-8") as log:
         arguments = ["--config", str(file), *options.set]
         code = run([*command, *arguments], options.source, log, options.limit)
     warm = WARM_STEPS if real else 1
     # What an earlier run has logged is no result of one that ended before it logged anything.
-    logged = logs.is_dir() and (long or set(logs.glob("*")) > earlier)
-    found = summary(logs, Path(log.name), long, warm) if logged else {}
+    logged = logs.is_dir() and (resumed or set(logs.glob("*")) > earlier)
+    found = {}
+    if logged:
+        judge = judge_of(options.task, options.model) if resumed else None
+        found = summary(logs, Path(log.name), judge, warm)
     if options.family and found:
         found["gate"] = gate(options.family, found["curves"])
     if real:
@@ -226,6 +237,9 @@ def run(command: list[str], source: Path, log: TextIO, limit: float | None) -> i
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "NEMO_RL_CONFIGS": str(source.resolve() / "examples" / "configs"),
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, (str(WORKERS), os.environ.get("PYTHONPATH")))
+            ),
         },
     )
     began = time.monotonic()
@@ -255,6 +269,7 @@ def run_name(options: argparse.Namespace, variant: str) -> str:
     name += "-in-flight" if options.in_flight else ""
     name += f"-{options.family}" if options.family else ""
     name += f"-long-{options.seed}" if options.task == "long" else ""
+    name += f"-{options.gym}-{options.seed}" if options.task == "reasoning" else ""
     return name + (f"-{options.size}" if options.task == "real" else "")
 
 
@@ -277,6 +292,8 @@ def refusal(options: argparse.Namespace) -> str | None:
         return "--family moonlight has no --variants upstream: its worker cannot import the model"
     if "fp8rl-exact" in variants and (not megatron or options.gpus > 1 or options.family):
         return "--variants fp8rl-exact needs --trainer megatron and one GPU, and has no --family"
+    if "upstream-rollout" in variants and not megatron:
+        return "--variants upstream-rollout needs --trainer megatron; else it is upstream"
     if "fp8rl-rollout" in variants and not megatron:
         return "--variants fp8rl-rollout needs --trainer megatron; else it is fp8rl-bf16kv"
     if options.single_controller or options.in_flight:
@@ -285,14 +302,14 @@ def refusal(options: argparse.Namespace) -> str | None:
             return f"{loop} needs --trainer megatron --gpus 2"
         if task != "sums":
             return f"{loop} has no --task {task}"
-    for name, of_task in (("size", "real"), ("programs", "long")):
+    for name, of_task in (("size", "real"), ("programs", "long"), ("gym", "reasoning")):
         if task != of_task and getattr(options, name) is not None:
             return f"--{name} is for --task {of_task}"
-    if task == "long":
+    if task in RESUMED:
         if options.model is None or options.family:
-            return "--task long needs --model and has no --family"
+            return f"--task {task} needs --model and has no --family"
         if options.steps * options.prompts > PROBLEMS:
-            return f"--task long has {PROBLEMS} problems, fewer than --steps x --prompts"
+            return f"--task {task} has {PROBLEMS} problems, fewer than --steps x --prompts"
     if task == "real":
         if not megatron or options.family:
             return "--task real needs --trainer megatron and has no --family"
@@ -318,62 +335,6 @@ def real_refusal(size: str, steps: int, sequences: int, gpus: int) -> str | None
     if sequences % share:
         return f"--task real needs a multiple of {share} sequences (--prompts x --generations)"
     return None
-
-
-def prepare(options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
-    """Return the folder of the model, made unless it is given, and the file of the data."""
-    if options.task == "real":
-        shape, model = shape_of(options.size), folder / f"model-{options.size}"
-        if options.model is not None:
-            model = options.model
-        elif options.write_only:
-            make_real_model(model, shape)
-        else:  # in a process of its own, which leaves nothing on the GPU
-            program = Path(__file__).with_name("real_model.py")
-            command = [sys.executable, program, model, "--size", options.size]
-            subprocess.run([str(part) for part in command], check=True)
-        # Twice as many as needed: some are set apart for validation.
-        count = 2 * options.steps * options.prompts
-        return model.resolve(), write_words(folder / "prompts.jsonl", shape, count)
-    model = options.model or make_model(folder / "model", options.family or "qwen3")
-    if options.task == "long":
-        return model.resolve(), write_programs(folder, *options.programs)
-    return model.resolve(), write_sums(folder / "sums.jsonl")
-
-
-def write_sums(file: Path) -> Path:
-    """The sums that the model was trained on, once each, with the right answer."""
-    rows = (json.dumps({"input": p.prompt, "output": p.answer}) for p in sums())
-    file.write_text("\n".join(rows) + "\n", encoding="utf-8")
-    return file
-
-
-def write_programs(folder: Path, shortest: int, longest: int) -> Path:
-    """Write ``train.jsonl`` and ``validation.jsonl``, and return the former.
-
-    Args:
-        folder: to write.
-        shortest, longest: steps of a program, inclusive.
-    """
-    for split, count in (("train", PROBLEMS), ("validation", HELD_OUT)):
-        write(folder / f"{split}.jsonl", problems(split, count, 0, shortest, longest))
-    return folder / "train.jsonl"
-
-
-def write_words(file: Path, shape: Mapping[str, Any], count: int) -> Path:
-    """Write prompts of exactly TOKENS_IN tokens, each with one of the answers.
-
-    Args:
-        file: to write.
-        shape: the model's ``config.json``.
-        count: number of prompts.
-    """
-    chosen, coin = prompt_words(shape), random.Random("real size")
-    with file.open("w", encoding="utf-8") as rows:
-        for _ in range(count):
-            prompt = " ".join(coin.choices(chosen, k=TOKENS_IN))
-            rows.write(json.dumps({"input": prompt, "output": coin.choice(ANSWERS)}) + "\n")
-    return file
 
 
 if __name__ == "__main__":

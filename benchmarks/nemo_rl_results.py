@@ -6,12 +6,13 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from long_tasks import LongTokenizer, outcome
+from reasoning_tasks import has_non_words, is_repeated
 
 CURVES = (
     "train/reward",
@@ -51,6 +52,8 @@ CALIBRATION = re.compile(r"KV scales calibrated from .* in ([0-9.]+) s:")
 """A line of ``nemo_rl_ext.workers.self_calibration``."""
 POSITIONS = (0, 128, 256, 512, 1024, 2048, 4096)
 """Where each range of positions in a response begins."""
+Judge = Callable[[list[int], list[int], float], Iterable[str]]
+"""Words for an answer, which are counted: of the tokens of its prompt, of its own, its reward."""
 FAR = 1.0
 """Log-probabilities of a far token differ by at least as many nats."""
 WARM_STEPS = 2
@@ -79,14 +82,42 @@ taken off."""
 STEP = "total_step_time"
 
 
-def summary(logs: Path, log: Path, resumed: bool, warm: int = 1) -> dict[str, Any]:
+def judge_of(task: str, model: Path) -> Judge:
+    """Return what tells answers of a task apart.
+
+    ``reasoning`` has ``right`` (the whole reward), ``wrong`` and, beside one of them, what is
+    garbled: ``repeated`` (:func:`reasoning_tasks.is_repeated`) and ``non-words``.
+
+    Args:
+        task: ``long`` or ``reasoning``.
+        model: folder with the tokenizer of ``reasoning``.
+    """
+    if task == "long":
+        own = LongTokenizer()
+        return lambda asked, told, _: (outcome(own.decode(asked), own.decode(told)),)
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+
+    def judge(asked: list[int], told: list[int], reward: float) -> Iterator[str]:
+        yield "right" if reward == 1 else "wrong"
+        if is_repeated(told):
+            yield "repeated"
+        if has_non_words(tokenizer.decode(told, skip_special_tokens=True)):
+            yield "non-words"
+
+    return judge
+
+
+def summary(logs: Path, log: Path, judge: Judge | None, warm: int = 1) -> dict[str, Any]:
     """``steps``, each of CURVES, ``seconds`` and ``setup``, from the run's tensorboard and log.
 
     Medians leave out ``warm`` steps.
 
-    A run that can be ``resumed`` consists of all runs of the folder, and has ``validation``,
-    ``positions`` and ``outcomes`` too.
+    A run that can be resumed, whose answers ``judge`` tells apart, consists of all runs of the
+    folder, and has ``validation`` and what :func:`read_steps` returns too.
     """
+    resumed = judge is not None
     folders = sorted(logs.glob("exp_*")) or [logs]  # NeMo RL makes a new one for each run
     found = scalars(folders if resumed else folders[-1:])
     values = {tag: list(by_step.values()) for tag, by_step in found.items()}
@@ -101,12 +132,12 @@ def summary(logs: Path, log: Path, resumed: bool, warm: int = 1) -> dict[str, An
         },
         "setup": {name: float(taken) for name, taken in SETUP.findall(text)},
     }
-    if resumed:
+    if judge is not None:
         validation = {name: found.get(f"validation/{name}", {}) for name in VALIDATION}
         told["validation"] = {"steps": list(validation["accuracy"])} | {
             name: [digits(x) for x in by_step.values()] for name, by_step in validation.items()
         }
-        told |= read_steps(step_files(folders))
+        told |= read_steps(step_files(folders), judge)
     return told
 
 
@@ -142,35 +173,39 @@ def first_and_median(taken: list[float], warm: int = 1) -> dict[str, float]:
     return told
 
 
-def read_steps(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Compare generation's log-probabilities with the trainer's, and answers with right ones.
+def read_steps(files: Iterable[Path], judge: Judge) -> dict[str, list[dict[str, Any]]]:
+    """Compare generation's log-probabilities with the trainer's, and judge the answers.
 
     Args:
         files: ``train_data_step*.jsonl`` of NeMo RL, which have both for every token, and a
             response a line.
+        judge: of :func:`judge_of`.
 
     Returns:
         ``positions``: for each range of positions in a response that has tokens its first position
         ``start``, ``tokens``, the number of ``far`` ones (:data:`FAR`), and means in float64:
         ``kl`` (nats a token) and ``error``, computed as upstream's ``gen_kl_error`` and
         ``token_mult_prob_error``, and ``entropy``, minus the log-probability of what was sampled.
-        ``outcomes``: of each ``step`` the number of answers by what ``long_tasks.outcome`` returns.
+        ``outcomes``: of each ``step`` the number of answers by the judge's words.
+        ``lengths``: of all steps together the number of ``answers`` of each range of lengths, and
+        of those by the judge's words.
     """
     starts, names = torch.tensor(POSITIONS), ("kl", "error", "entropy")
     sums = torch.zeros(len(starts), 2 + len(names), dtype=torch.float64)
-    outcomes, tokenizer = [], LongTokenizer()
+    outcomes = []
+    lengths: list[Counter[str]] = [Counter() for _ in POSITIONS]
     for file in sorted(files, key=_step):
         answers: Counter[str] = Counter()
-        for ids, places, generated, trained in _responses(file):
+        for ids, places, generated, trained, reward in _responses(file):
             log_ratio = trained - generated
             far = (log_ratio.abs() >= FAR).double()
             kl, error = log_ratio.exp() - 1 - log_ratio, log_ratio.abs().exp()
             found = torch.stack((torch.ones_like(far), far, kl, error, -generated), dim=1)
             where = torch.bucketize(torch.arange(len(found)), starts, right=True) - 1
             sums.index_add_(0, where, found)
-            prompt = tokenizer.decode(ids[: places[0]])
-            response = tokenizer.decode(ids[place] for place in places)
-            answers[outcome(prompt, response)] += 1
+            words = list(judge(ids[: places[0]], [ids[place] for place in places], reward))
+            answers.update(words)
+            lengths[int(where[-1])].update(("answers", *words))
         outcomes.append({"step": _step(file), **answers})
     positions = [
         {"start": start, "tokens": int(row[0]), "far": int(row[1])}
@@ -178,7 +213,14 @@ def read_steps(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
         for start, row in zip(POSITIONS, sums, strict=True)
         if row[0] > 0
     ]
-    return {"positions": positions, "outcomes": outcomes}
+    by_length = [
+        {"start": start, **counts} for start, counts in zip(POSITIONS, lengths, strict=True)
+    ]
+    return {
+        "positions": positions,
+        "outcomes": outcomes,
+        "lengths": [row for row in by_length if "answers" in row],
+    }
 
 
 def step_files(folders: Iterable[Path]) -> list[Path]:
@@ -197,9 +239,11 @@ def _step(file: Path) -> int:
     return int(file.stem.removeprefix("train_data_step"))
 
 
-def _responses(file: Path) -> Iterator[tuple[list[int], list[int], torch.Tensor, torch.Tensor]]:
+def _responses(
+    file: Path,
+) -> Iterator[tuple[list[int], list[int], torch.Tensor, torch.Tensor, float]]:
     """Yield of each response the tokens of its prompt and of itself, the places of those that count
-    in them, and their log-probabilities in generation and by the trainer, float64."""
+    in them, their log-probabilities in generation and by the trainer, float64, and its reward."""
     with file.open(encoding="utf-8") as lines:
         for line in lines:
             if not line.endswith("\n"):  # the driver was ended while it wrote
@@ -213,7 +257,7 @@ def _responses(file: Path) -> Iterator[tuple[list[int], list[int], torch.Tensor,
                 torch.tensor(row[f"{name}_logprobs"][0])[asked].double()
                 for name in ("generation", "prev")
             )
-            yield ids, asked.nonzero()[:, 0].tolist(), generated, trained
+            yield ids, asked.nonzero()[:, 0].tolist(), generated, trained, row["rewards"][0]
 
 
 def is_complete(run: Mapping[str, Any]) -> bool:

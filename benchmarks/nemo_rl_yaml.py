@@ -1,4 +1,4 @@
-"""The YAMLs that ``nemo_rl.py`` gives to NeMo RL's driver: three tasks and three loops."""
+"""The YAMLs that ``nemo_rl.py`` gives to NeMo RL's driver: four tasks and three loops."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from long_tasks import answer_length, prompt_length
 from nemo_rl_families import CACHES, RECIPE_FOLDER, cut_down
 from real_model import shape_of
+from reasoning_tasks import TASKS as REASONING
 
 from fp8rl.models.sizes import Sizes
 from fp8rl.models.spec import ModelSpec
@@ -43,6 +44,10 @@ KV_BLOCK = 16
 CACHE_SLACK = 1.02
 HELD_OUT = 128
 """Problems of a validation, answered once each at temperature 1, as NeMo RL does."""
+REASONING_HELD_OUT = 512
+REASONING_LEARNING_RATE = 1e-5
+MOST_SEQUENCES = 256
+"""Of a decode step."""
 VALIDATION_STEPS = 20
 """Never before the first step, when an FP8 KV cache has no scales of the trainer."""
 CHECKPOINT_STEPS = 10
@@ -133,10 +138,11 @@ def config(
     if options.family:
         cut_down(value, options.family, variant)
         return value
-    if variant == "upstream":
-        vllm |= {"precision": "fp8", "kv_cache_dtype": "fp8" if megatron else "auto"}
+    if variant.startswith("upstream"):
+        both = megatron and variant == "upstream"
+        vllm |= {"precision": "fp8", "kv_cache_dtype": "fp8" if both else "auto"}
         value["policy"]["megatron_cfg"] |= {
-            "fp8_cfg": {"enabled": megatron},
+            "fp8_cfg": {"enabled": both},
             "env_vars": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"},
         }
     if variant.startswith("fp8rl"):
@@ -167,9 +173,16 @@ def config(
         value["loss_fn"]["reference_policy_kl_penalty"] = 0
         if "fp8rl" in value:
             value["fp8rl"]["pins"] = {}  # upstream's FP8 has none either
+    checkpoints = logs.with_name(logs.name.replace("logs", "checkpoints", 1))
     if options.task == "long":
-        checkpoints = logs.with_name(logs.name.replace("logs", "checkpoints", 1))
-        long_answers(value, options.programs[1], data, checkpoints)
+        longest = options.programs[1]
+        tokens = prompt_length(longest), answer_length(longest)
+        long_answers(value, tokens, HELD_OUT, data, checkpoints)
+    if options.task == "reasoning":
+        task = REASONING[options.gym]
+        tokens = task.tokens_in, task.tokens_out
+        long_answers(value, tokens, REASONING_HELD_OUT, data, checkpoints)
+        reasoning(value, task.tokens_out)
     if options.task == "real":
         real_size(value, options.size, shape_of(options.size), variant, options.gpus)
     return value
@@ -195,42 +208,59 @@ def single_controller(value: dict[str, Any], source: Path, options: argparse.Nam
     value["data_plane"] = {"enabled": True, "storage_capacity": 8 * sequences}
 
 
-def long_answers(value: dict[str, Any], longest: int, data: Path, checkpoints: Path) -> None:
+def reasoning(value: dict[str, Any], tokens_out: int) -> None:
+    """Change a YAML with long answers to those of a pretrained model to reasoning-gym, in place."""
+    policy = value["policy"]
+    # Whole float32 logits of 49,152 words would take gigabytes of a GPU that several runs share.
+    policy["logprob_chunk_size"] = LOGPROB_CHUNK
+    policy["generation"]["max_new_tokens"] = tokens_out
+    megatron = policy["megatron_cfg"]
+    megatron["defer_fp32_logits"] = True
+    megatron["optimizer"] |= {"lr": REASONING_LEARNING_RATE, "min_lr": REASONING_LEARNING_RATE}
+    value["data"]["default"]["env_name"] = "reasoning_gym"
+    value["env"] = {"reasoning_gym": {}}
+
+
+def long_answers(
+    value: dict[str, Any], tokens: tuple[int, int], held_out: int, data: Path, checkpoints: Path
+) -> None:
     """Change a YAML of the benchmark to long answers, in place.
 
     Args:
         value: the YAML.
-        longest: steps of the longest program.
+        tokens: of the longest prompt and of the longest answer.
+        held_out: problems of a validation.
         data: file of the training data; ``validation.jsonl`` lies beside it.
         checkpoints: folder for checkpoints, from the last of which a run goes on.
     """
-    needed = prompt_length(longest) + answer_length(longest) + ROUND  # and what the checker says
+    needed = sum(tokens) + ROUND  # and what the checker says
     length = -(-needed // ROUND) * ROUND
     value["grpo"] |= {
         "val_period": VALIDATION_STEPS,
-        "max_val_samples": HELD_OUT,
-        "val_batch_size": HELD_OUT,
+        "max_val_samples": held_out,
+        "val_batch_size": held_out,
     }
     policy = value["policy"]
-    tokens = max(MICRO_BATCH_TOKENS, length)
+    most_tokens = max(MICRO_BATCH_TOKENS, length)
     policy |= {
         "max_total_sequence_length": length,
         "make_sequence_length_divisible_by": ROUND,
         "dynamic_batching": {
             "enabled": True,
-            "train_mb_tokens": tokens,
-            "logprob_mb_tokens": tokens,
+            "train_mb_tokens": most_tokens,
+            "logprob_mb_tokens": most_tokens,
             "sequence_length_round": ROUND,
         },
     }
     policy["megatron_cfg"]["checkpoint"] = {"async_save": False}
     grpo = value["grpo"]
-    most = max(HELD_OUT, grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"])
+    answers = max(held_out, grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"])
+    most = min(MOST_SEQUENCES, answers)
     generation = policy["generation"]
     generation["vllm_cfg"]["enforce_eager"] = False
-    generation["vllm_kwargs"] = graphs(most)
+    generation["vllm_kwargs"] = graphs(most) | {"max_num_seqs": most}
     rows = value["data"]
-    rows["max_input_seq_length"] = prompt_length(longest) + 1
+    rows["max_input_seq_length"] = tokens[0] + 1
     rows["train"]["split_validation_size"] = 0
     rows["validation"] = rows["train"] | {"data_path": str(data.with_name("validation.jsonl"))}
     value["checkpointing"] = {

@@ -85,6 +85,18 @@ def test_answers_of_programs_are_judged(load: Any) -> None:
         assert tasks.outcome(asked.prompt, answer) == outcome
 
 
+def test_written_sums_are_marked_and_garbled_answers_found(load: Any) -> None:
+    tasks = load("reasoning_tasks")
+    entry = {"answer": "-4", "metadata": {"expression": "12 + 7 - 23"}}
+    text, spans = tasks.demonstration(tasks.TASKS["sums"], entry, random.Random(0))
+    assert [text[start:end] for start, end in spans] == ["19", "-4", "-4"]
+    assert text.endswith(" <answer>-4</answer>")
+    counted = list(range(20, 60))
+    assert not tasks.is_repeated([*counted, 1, 2, 3, 1, 2, 3, *counted])
+    assert tasks.is_repeated([*counted, *[1, 2, 3] * 8, *counted])
+    assert tasks.is_repeated([*counted, *counted[:30] * 3])
+
+
 # --- the driver of NeMo RL ---
 
 
@@ -97,6 +109,7 @@ def test_answers_of_programs_are_judged(load: Any) -> None:
         (["--variants", "fp8rl-exact"], "fp8rl-exact needs --trainer megatron and one GPU"),
         (["--programs", "40,24"], "SHORTEST,LONGEST from 1 to 96"),
         (["--task", "long"], "--task long needs --model and has no --family"),
+        (["--task", "long", "--gym", "legs"], "--gym is for --task reasoning"),
         (["--task", "real", "--steps", 4], "--task real needs --steps 5 or more"),
         (["--task", "real", "--prompts", 3, "--generations", 3], "multiple of 16 sequences"),
     ],
@@ -178,13 +191,14 @@ def test_a_resumed_run_is_put_together(
         (folder / "events.out.tfevents.1").write_text(json.dumps(part), encoding="utf-8")
     log = tmp_path / "run.log"
     log.write_text("▶ Timing:\n  Generation init: 80.5s\n  Policy init: 32.8s\n", encoding="utf-8")
-    summary = load("nemo_rl_results").summary
-    whole = summary(tmp_path / "logs", log, resumed=True)
+    results = load("nemo_rl_results")
+    summary, judge = results.summary, results.judge_of("long", tmp_path)
+    whole = summary(tmp_path / "logs", log, judge)
     assert whole["curves"]["train/reward"] == [0.1, 0.2, 0.3, 0.4]
     assert whole["validation"]["accuracy"] == [0.4, 0.5, 0.6]
     assert whole["seconds"]["generation"] == {"first": 9.0, "median": 2.0}
     assert whole["setup"] == {"Generation init": 80.5, "Policy init": 32.8}
-    last = summary(tmp_path / "logs", log, resumed=False)
+    last = summary(tmp_path / "logs", log, None)
     assert last["curves"]["train/reward"] == [0.3, 0.4] and "validation" not in last
 
 
@@ -202,12 +216,14 @@ def test_mismatch_by_position_is_that_of_single_tokens(tmp_path: Path, load: Any
         "generation_logprobs": [generated],
         "prev_logprobs": [trained],
         "token_ids": [prompt + [30 + i % 90 for i in range(300)]],
+        "rewards": [0.0],
     }
     text = [json.dumps(row), json.dumps(row | {"sample_loss_mask": [0.0]}), json.dumps(row)[:99]]
     file = tmp_path / "train_data_step1.jsonl"
     file.write_text("\n".join(text), encoding="utf-8")
-    found = results.read_steps([file])
+    found = results.read_steps([file], results.judge_of("long", tmp_path))
     assert found["outcomes"] == [{"step": 1, "form": 1}]
+    assert found["lengths"] == [{"start": 256, "answers": 1, "form": 1}]
     rows = [(row["start"], row["tokens"], row["far"]) for row in found["positions"]]
     assert rows == [(0, 128, 0), (128, 128, 0), (256, 44, 1)]
     for told, end in zip(found["positions"], (128, 256, 300), strict=True):

@@ -31,6 +31,10 @@ class GuardConfig(BaseModel):
     ends."""
     fallback: Literal["stop"] = "stop"
     """The run ends, and its message names the keys by which the last checkpoint goes on in BF16."""
+    learn_steps: Annotated[int, Field(ge=0)] = 10
+    """First steps of a run, those left out aside, whose median error raises the bounds of the later
+    ones where it is far from 1: a step is tightened at twice its distance from 1, left out at five
+    times, good below one and a half times. With 0 the bounds stay."""
     geometric: Above = 1.05
     """While tight, a sequence stays if its geometric mean ratio is within this factor of 1."""
 

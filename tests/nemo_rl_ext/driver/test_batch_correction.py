@@ -301,6 +301,40 @@ def test_the_guard_rises_at_once_falls_after_good_steps_and_ends_the_run_after_s
     assert f"{change}: token_mult_prob_error is {first:.4f}" in caplog.text
 
 
+SMOLLM2 = (
+    *(1.1842, 1.199937, 1.206597, 1.213237, 1.210705, 1.196193, 1.245895, 1.203161, 1.198902),
+    *(1.205787, 1.214495, 1.238634, 1.215084, 1.189864, 1.209329, 1.19991, 1.189131, 1.186236),
+)
+"""Errors of a healthy run of SmolLM2-135M with the default recipe on an H200, whose reward rose
+from 0.05 to 0.40 (``benchmarks/results/nemo_rl_exact_h200.json``)."""
+
+
+def test_the_guard_learns_what_is_usual_of_a_small_pretrained_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Naively it is tight for ever in a healthy run."""
+    guard = MismatchGuard(GuardConfig(learn_steps=0))
+    assert {guard.observe(error) for error in SMOLLM2} == {"tight"}
+
+    guard = MismatchGuard(GuardConfig())
+    levels = [guard.observe(error) for error in SMOLLM2]
+    assert levels == ["tight"] * 14 + ["normal"] * 4
+    assert "token_mult_prob_error is 1.2045 in this run's first 10 steps" in caplog.text
+    # Its own illness is seen still.
+    assert [guard.observe(error) for error in (1.4, 1.42, 2.0, 2.1)] == [
+        *("normal", "tight", "tight", "skip")
+    ]
+
+
+def test_bounds_are_never_below_the_keys_and_steps_left_out_teach_nothing() -> None:
+    guard = MismatchGuard(GuardConfig(learn_steps=3))
+    for error in (1.0002, 9.0, 1.0003, math.inf):
+        guard.observe(error)
+    assert guard.first == [1.0002, 1.0003]
+    guard.observe(1.4)
+    assert (guard.tighten_above, guard.skip_above, guard.release_below) == (1.1, 1.5, 1.05)
+
+
 @pytest.mark.parametrize(
     ("bf16", "message"),
     [
