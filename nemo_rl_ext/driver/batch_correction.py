@@ -200,7 +200,7 @@ class BatchCorrection:
         if far:
             reasons.append(
                 "token_mult_prob_error was above loss_fn.fp8rl_guard.skip_above="
-                f"{guard.skip_above:.4g} in {far}"
+                f"{guard.config.skip_above} in {far}"
             )
         if emptied:
             reasons.append(f"rejection left no token with a weight in {emptied}")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from nemo_rl_ext.config.guard import GuardConfig
@@ -18,9 +17,6 @@ from nemo_rl_ext.names import LOGGER
 logger = logging.getLogger(LOGGER)
 
 Level = Literal["normal", "tight", "skip", "stop"]
-TIGHTEN, SKIP, RELEASE = 2.0, 5.0, 1.5
-"""Bounds in distances of the run's usual error from 1. They were chosen on one healthy run, whose
-steps lie within 1.3 of it (18 steps of SmolLM2-135M in FP8: 1.18 to 1.25)."""
 LEVELS: tuple[Level, ...] = ("normal", "tight", "skip")
 """By their number in the metric ``guard_level``; a run that stops logs nothing."""
 
@@ -42,28 +38,6 @@ class MismatchGuard:
     """Steps in a row that were left out, for either reason."""
     emptied: int = 0
     """Those of ``skipped`` of which rejection left nothing."""
-    first: list[float] = field(default_factory=list)
-    """Errors of the first ``learn_steps`` steps that were not left out."""
-
-    @property
-    def tighten_above(self) -> float:
-        """Bound above which sequences are rejected."""
-        return self._raised(self.config.tighten_above, TIGHTEN)
-
-    @property
-    def skip_above(self) -> float:
-        """Bound above which a step is left out."""
-        return self._raised(self.config.skip_above, SKIP)
-
-    @property
-    def release_below(self) -> float:
-        """Bound below which a step is good."""
-        return self._raised(self.config.release_below, RELEASE)
-
-    def _raised(self, least: float, distances: float) -> float:
-        if not self.first or len(self.first) < self.config.learn_steps:
-            return least
-        return max(least, 1 + distances * (statistics.median(self.first) - 1))
 
     def asks(self, error: float) -> Level:
         """Return ``normal``, ``tight`` or ``skip``, without a change of state.
@@ -71,9 +45,9 @@ class MismatchGuard:
         Args:
             error: ``token_mult_prob_error`` of a batch, or of a part of one.
         """
-        if not math.isfinite(error) or error > self.skip_above:
+        if not math.isfinite(error) or error > self.config.skip_above:
             return "skip"
-        if error > self.tighten_above:
+        if error > self.config.tighten_above:
             return "tight"
         released = self._good_with(error) >= self.config.release_after
         return "normal" if self.level == "normal" or released else "tight"
@@ -96,30 +70,12 @@ class MismatchGuard:
                 self.level,
                 error,
                 " and rejection left no token" if emptied else "",
-                self.tighten_above,
-                self.skip_above,
+                self.config.tighten_above,
+                self.config.skip_above,
                 self.skipped,
                 self.good,
             )
-        if self.level in ("normal", "tight"):
-            self._learn(error)
         return self.level
-
-    def _learn(self, error: float) -> None:
-        if len(self.first) >= self.config.learn_steps:
-            return
-        self.first.append(error)
-        if self.tighten_above > self.config.tighten_above:
-            logger.warning(
-                "fp8rl guard: token_mult_prob_error is %.4f in this run's first %d steps, so the "
-                "guard tightens above %.4g and skips above %.4g. Compare it with the table in "
-                "docs/measurements/expect.md; where this is not usual for the model, set "
-                "loss_fn.fp8rl_guard.learn_steps=0.",
-                statistics.median(self.first),
-                len(self.first),
-                self.tighten_above,
-                self.skip_above,
-            )
 
     def _next(self, error: float, emptied: bool) -> Level:
         asked = "skip" if emptied else self.asks(error)
@@ -133,4 +89,4 @@ class MismatchGuard:
 
     def _good_with(self, error: float) -> int:
         """Good steps in a row, counting one with this error."""
-        return self.good + 1 if error < self.release_below else 0
+        return self.good + 1 if error < self.config.release_below else 0
