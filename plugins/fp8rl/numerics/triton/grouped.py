@@ -87,7 +87,7 @@ def _grouped_kernel(
             )
         else:
             x = _load_rows(at, left, inside_cols, WHOLE)
-            rowwise = (codes_ptr + place * cols, scale_inv_ptr + place, scale_stride)
+            rowwise = (codes_ptr + place * cols, scale_inv_ptr + place, scale_stride, cols)
             quantize_dual_tile(
                 x, 0, tile_col, (left, cols), rowwise, None, False, POW2, NATIVE, False
             )
@@ -164,7 +164,7 @@ def _weights_kernel(
         left = tl.minimum(rows - tile_row * 128, 128)
         x = _load_rows(at, left, col < cols - tile_col * 128, WHOLE)
         shape = (rows, cols)
-        rowwise = (codes_ptr, scale_inv_ptr, tile_cols) if ROWWISE else None
+        rowwise = (codes_ptr, scale_inv_ptr, tile_cols, cols) if ROWWISE else None
         columnwise = (codes_t_ptr, scale_inv_t_ptr, tile_rows, rows) if COLUMNWISE else None
         quantize_dual_tile(
             x, tile_row, tile_col, shape, rowwise, columnwise, True, POW2, NATIVE, WHOLE
