@@ -180,7 +180,7 @@ class WeightCodes:
         """
         rows = self._in_hf_order(weight)
         made = _present(quantize_weight(rows, self.scale_format, columnwise=False).rowwise)
-        return Quantized(made.codes[:, : weight.shape[1]], made.scale_inv)
+        return Quantized(made.codes[:, : weight.shape[1]].contiguous(), made.scale_inv)
 
     def _make(
         self, weights: Sequence[torch.Tensor], *, rowwise: bool = False, columnwise: bool = False

@@ -54,8 +54,9 @@ def _run(forward: Any, mlp: Any, x: torch.Tensor, grad: torch.Tensor) -> list[to
     return [y.detach(), x.grad, *grads]
 
 
-def test_results_and_gradients_are_those_of_the_separate_operations():
-    _, mlp = _mlp()
+@pytest.mark.parametrize("width", [256, 192])
+def test_results_and_gradients_are_those_of_the_separate_operations(width):
+    _, mlp = _mlp(width=width)
     assert type(mlp) is Fp8SwigluMLP
     x, grad = torch.randn(2, 40, 3, 128).bfloat16()
     fused = _run(lambda x: mlp(x)[0], mlp, x, grad)
