@@ -36,7 +36,6 @@ def _rows_kernel(
     rows,
     columns,
     stride_row,
-    stride_codes,
     stride_scale,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -50,8 +49,10 @@ def _rows_kernel(
     column = group * GROUP + tl.arange(0, GROUP)
     inside = row < rows
     there = inside[:, None]
+    stride_codes = columns
     if not WHOLE:
         there = there & (column < columns)[None, :]
+        stride_codes = tl.cdiv(columns, GROUP) * GROUP
     at = x_ptr + row[:, None] * stride_row + column[None, :]
     x = tl.load(at, there, other=0.0)
     if SILU:
@@ -101,7 +102,6 @@ def quantize_rows(
             rows,
             columns,
             x.stride(0),
-            codes.stride(0),
             scales.stride(0),
             TILE=tile,
             GROUP=GROUP,

@@ -140,7 +140,6 @@ def _dual_kernel(
     stride_row,
     stride_col,
     padded_rows,
-    padded_cols,
     scale_stride,
     scale_t_stride,
     tile_cols,
@@ -159,6 +158,9 @@ def _dual_kernel(
     x_ptr += tile_row * 128 * stride_row + tile_col * 128 * stride_col
     at = x_ptr + row[:, None] * stride_row + col[None, :] * stride_col
     shape = (rows, cols)
+    padded_cols = cols
+    if not WHOLE:
+        padded_cols = tl.cdiv(cols, 128) * 128
     rowwise = (codes_ptr, scale_inv_ptr, scale_stride, padded_cols)
     columnwise = (codes_t_ptr, scale_inv_t_ptr, scale_t_stride, padded_rows)
     # The second side reads again, from the cache: a tile that is kept takes too many registers.
@@ -187,11 +189,11 @@ class DualOutput:
     ) -> None:
         rows, cols = shape
         device = x.device
-        self.padded_rows, self.padded_cols = whole_groups(rows), whole_groups(cols)
+        self.padded_rows = whole_groups(rows)
         self.rowwise = self.columnwise = None
         stride = stride_t = 0
         if rowwise:
-            codes = torch.empty(rows, self.padded_cols, dtype=FP8_DTYPE, device=device)
+            codes = torch.empty(rows, whole_groups(cols), dtype=FP8_DTYPE, device=device)
             scale_inv, stride = _empty_scales(device, rows, cols, block)
             self.rowwise = Quantized(codes, scale_inv)
         if columnwise:
@@ -291,7 +293,6 @@ def _quantize(
                 cols,
                 *x.stride(),
                 output.padded_rows,
-                output.padded_cols,
                 *output.strides,
                 tile_cols,
                 BLOCK=block,

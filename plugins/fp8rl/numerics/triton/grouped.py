@@ -81,9 +81,9 @@ def _grouped_kernel(
         place = tl.load(entry + 2).to(tl.int64)
         if PACKED:
             codes_at = codes_ptr + place * cols + tile_col * 128
-            rowwise = (codes_at, scale_inv_ptr + tile_col * scale_stride + place, cols)
+            packed_rowwise = (codes_at, scale_inv_ptr + tile_col * scale_stride + place, cols)
             quantize_packed_tile(
-                x_ptr, stride_row, left, rowwise, None, False, True, False, POW2, NATIVE
+                x_ptr, stride_row, left, packed_rowwise, None, False, True, False, POW2, NATIVE
             )
         else:
             x = _load_rows(at, left, inside_cols, WHOLE)
@@ -152,10 +152,10 @@ def _weights_kernel(
         scale_at = scale_inv_ptr + tile_row * tile_cols + tile_col
         codes_t_at = codes_t_ptr + (tile_col * rows + tile_row) * 128
         scale_t_at = scale_inv_t_ptr + tile_col * tile_rows + tile_row
-        rowwise = (codes_at, scale_at, cols) if ROWWISE else None
+        packed_rowwise = (codes_at, scale_at, cols) if ROWWISE else None
         packed_columnwise = (codes_t_at, scale_t_at, rows) if COLUMNWISE else None
         quantize_packed_tile(
-            x_ptr, cols, 128, rowwise, packed_columnwise, True, False, False, POW2, NATIVE
+            x_ptr, cols, 128, packed_rowwise, packed_columnwise, True, False, False, POW2, NATIVE
         )
     else:
         row = tl.arange(0, 128)

@@ -272,8 +272,8 @@ def _plain_kernel(x_ptr, y_ptr, columns, stride_row, WIDTH: tl.constexpr, NATIVE
     at = x_ptr + row * stride_row + column
     gate = tl.load(at, inside, other=0.0)
     up = tl.load(at + columns, inside, other=0.0)
-    y = swiglu(gate.to(tl.float32), up.to(tl.float32), NATIVE)
-    tl.store(y_ptr + row * columns + column, _narrowed(y, gate.dtype, NATIVE), inside)
+    y = _narrowed(swiglu(gate.to(tl.float32), up.to(tl.float32), NATIVE), gate.dtype, NATIVE)
+    tl.store(y_ptr + row * columns + column, y, inside)
 
 
 @triton.jit
