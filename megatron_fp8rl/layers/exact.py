@@ -37,7 +37,7 @@ from fp8rl.kernels import (
     require_served_ranks,
 )
 from fp8rl.kernels.rotary_table import cos_sin_table, inverse_frequencies
-from fp8rl.numerics import GROUP, fake_quantize_int8_kv, fake_quantize_kv
+from fp8rl.numerics import fake_quantize_int8_kv, fake_quantize_kv
 from megatron_fp8rl import compat
 from megatron_fp8rl.layers.experts import ExactMoELayer, ExactRouter, check_experts, require_options
 from megatron_fp8rl.layers.linear import Fp8Module
@@ -471,13 +471,6 @@ def _checked(chunk: Any) -> Rotation:
                 f"{layer.layer_number - 1} has another; set config.bias_activation_fusion to true "
                 f"and leave the other options of the activation as they are, {REMEDY}"
             )
-        if type(mlp) is MLP and mlp.linear_fc2.weight.shape[1] % GROUP:
-            raise UnsupportedError(
-                f"exact needs a multiple of {GROUP} columns on each rank in the down projection of "
-                f"layer {layer.layer_number - 1}, not {mlp.linear_fc2.weight.shape[1]}, with which "
-                "its SwiGLU is Megatron's; set tensor_model_parallel_size to 1 in both engines, "
-                f"choose another model, {REMEDY}"
-            )
     inverse = _frequencies(chunk)
     device = next(chunk.parameters()).device
     if device.type != "cpu":
@@ -538,8 +531,8 @@ def require_backend(backend: str, name: str, weight: Tensor) -> None:
         raise UnsupportedError(
             f"exact needs the GEMM backend '{needed}' for '{name}' {list(weight.shape)} in the "
             f"trainer, and '{backend}' would multiply it; install DeepGEMM on a GPU (a vLLM wheel "
-            f"carries it), name no other backend, choose a model with multiples of {GROUP} "
-            f"features, {REMEDY}"
+            "carries it), name no other backend, choose a model with multiples of 64 features on "
+            f"each rank (128 in experts), {REMEDY}"
         )
 
 

@@ -161,7 +161,7 @@ class _Swiglu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        from fp8rl.numerics.triton.activations import silu_and_mul  # needs Triton
+        from fp8rl.numerics.triton.swiglu import silu_and_mul  # needs Triton
 
         ctx.save_for_backward(gate_up)
         return silu_and_mul(gate_up)

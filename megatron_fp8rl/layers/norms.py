@@ -46,7 +46,7 @@ def normalized_operand(
     """Quantize what :class:`SharedRMSNorm` returns, in one kernel, with the bits of two.
 
     Args:
-        x: ``[rows, hidden]``, a multiple of 128.
+        x: ``[rows, hidden]``.
         weight: ``[hidden]``.
         epsilon: as in the model's config.
         scale_format: of the codes.

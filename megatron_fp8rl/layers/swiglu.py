@@ -15,7 +15,6 @@ from megatron.core.transformer.mlp import MLP
 from torch.nn.modules.module import _has_any_global_hook
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.numerics import GROUP
 from megatron_fp8rl.layers.linear import Fp8Module, Link
 
 
@@ -83,7 +82,6 @@ def _is_swiglu(mlp: Any) -> bool:
         and (fc1.bias is None or not fc1.bias.numel())
         and not getattr(fc1, "gather_output", False)
         and getattr(fc2, "input_is_parallel", True)
-        and fc2.weight.shape[1] % GROUP == 0
     )
 
 

@@ -146,9 +146,10 @@ class WeightCodes:
             training: whether :meth:`columnwise` will be called too, so that one read makes both.
 
         Returns:
-            codes ``[layout.rows, K]``, float32 scale_inv ``[ceil(rows/128), ceil(K/128)]``, with
+            codes ``[layout.rows, K']``, float32 scale_inv ``[ceil(rows/128), ceil(K/128)]``, with
             ``stacked`` behind a dimension of experts; with ``layout.apart`` the rows include the
-            padding. A non-finite weight gives a NaN code.
+            padding. K' is as in :func:`fp8rl.numerics.quantize_weight`. A non-finite weight gives a
+            NaN code.
         """
         if not self._epoch.keep:
             return _present(self._make(weights, rowwise=True).rowwise)
@@ -172,13 +173,14 @@ class WeightCodes:
         return _present(codes.columnwise)
 
     def fresh(self, weight: torch.Tensor) -> Quantized:
-        """Return the codes of one weight as it is now, without a stack, and keep nothing.
+        """Return the codes ``[rows, K]`` of one weight as it is now, and keep nothing.
 
         Callers outside of a forward may see weights that a distributed optimizer has not gathered
         yet; those codes must not stay.
         """
         rows = self._in_hf_order(weight)
-        return _present(quantize_weight(rows, self.scale_format, columnwise=False).rowwise)
+        made = _present(quantize_weight(rows, self.scale_format, columnwise=False).rowwise)
+        return Quantized(made.codes[:, : weight.shape[1]].contiguous(), made.scale_inv)
 
     def _make(
         self, weights: Sequence[torch.Tensor], *, rowwise: bool = False, columnwise: bool = False

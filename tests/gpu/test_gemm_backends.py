@@ -27,6 +27,9 @@ SHAPES = [
     GemmShape(200, 256, 640),
     GemmShape(132, 400, 336),
     GemmShape(37, 200, 300),
+    GemmShape(300, 960, 576),
+    GemmShape(132, 576, 1536),
+    GemmShape(64, 192, 64),
     GemmShape(1, 128, 128),
 ]
 

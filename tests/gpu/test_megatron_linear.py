@@ -26,6 +26,7 @@ CASES = {
     "plain": (plain_layout("o_proj", 384), 512, 256),
     "ragged tokens": (plain_layout("o_proj", 256), 640, 300),
     "interleaved rows": (qkv_layout(4, 2, 64), 256, 256),  # blocks part query groups
+    "half groups": (qkv_layout(9, 3, 64), 576, 300),  # SmolLM2-135M's
     "odd sizes": (plain_layout("o_proj", 200), 300, 37),
 }
 

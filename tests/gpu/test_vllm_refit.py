@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RefitError
-from fp8rl.numerics import quantize_block
+from fp8rl.numerics import quantize_block, whole_groups
 from support.gpu_engine import GpuEngine, refit_tensors, start_engine
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.storage.block_grid import BlockGrid, WriteBatch, empty_storage
@@ -100,7 +100,7 @@ def test_shards_that_share_blocks_come_on_different_streams(seed) -> None:
     partitions = [draw.choice([40, 64, 100, 128, 200, 300]) for _ in range(draw.randint(2, 5))]
     columns = draw.choice([128, 256, 300])
     with torch.device("cuda"):
-        storage = empty_storage(sum(partitions), columns)
+        storage = empty_storage(sum(partitions), draw.choice([columns, whole_groups(columns)]))
     grid = BlockGrid("layer", lambda: storage, partitions, columns, "fp32", "cuda")
     whole = torch.randn(sum(partitions), columns, dtype=torch.bfloat16, device="cuda")
     starts = [sum(partitions[:i]) for i in range(len(partitions))]
@@ -123,7 +123,9 @@ def test_shards_that_share_blocks_come_on_different_streams(seed) -> None:
                 buffers.append(buffer)
     torch.cuda.synchronize()
     expected = quantize_block(whole.cpu())
-    assert torch.equal(storage[0].view(torch.uint8).cpu(), expected.codes.view(torch.uint8))
+    codes = storage[0].view(torch.uint8).cpu()
+    assert not codes[:, columns:].any()
+    assert torch.equal(codes[:, :columns], expected.codes.view(torch.uint8))
     assert torch.equal(storage[1].cpu(), expected.scale_inv)
 
 

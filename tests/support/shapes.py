@@ -14,6 +14,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FORMATS = ["fp32", "pow2"]
 SHAPES = [(3, 144), (127, 64), (129, 272), (128, 128), (256, 384)]
 ODD_SHAPES = [(3, 130), (127, 129), (144, 129), (129, 257), (300, 65)]
+HALF_GROUPS = (64, 192, 576, 960)
+"""Widths of real models, on one rank or on several, that end within a group."""
 PACKED = [(65, 1, 2, 4, 128), (7, 3, 1, 2, 64), (1, 1, 1, 1, 80), (130, 2, 2, 1, 256)]
 """Of queries, keys and values: tokens, batch, groups, query heads of a group, head size."""
 
@@ -136,6 +138,7 @@ VALUES: dict[str, Callable[[torch.dtype], list[torch.Tensor]]] = {
 LAYOUTS: dict[str, Callable[[torch.dtype], list[torch.Tensor]]] = {
     "one": lambda dtype: [base(dtype, (1, 1))],
     "odd shapes": lambda dtype: [base(dtype, shape) for shape in ODD_SHAPES],
+    "half groups": lambda dtype: [base(dtype, shape) for shape in [(5, 64), (130, 192), (9, 960)]],
     "transposed": lambda dtype: [base(dtype).t(), base(dtype, (256, 384)).t()],
     "unaligned": lambda dtype: [base(dtype)[:, 3:300], base(dtype)[:256, 1:385]],
     "aligned to eight bytes": lambda dtype: [base(dtype)[:n, 4:388] for n in (256, 203)],

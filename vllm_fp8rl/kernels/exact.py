@@ -37,7 +37,7 @@ from fp8rl.kernels import (
 )
 from fp8rl.kernels.rotary_table import LLAMA3, cos_sin_table, inverse_frequencies
 from fp8rl.models.pins import PinPolicy
-from vllm_fp8rl.kernels.rounding import Float32Rotary, kept_reason
+from vllm_fp8rl.kernels.rounding import Float32Rotary, kept_reason, swiglu_on_gpu
 
 
 @torch.library.custom_op("fp8rl::exact_norm", mutates_args=(), device_types=("cuda", "cpu"))
@@ -116,11 +116,7 @@ def _rotated(
 @torch.library.custom_op("fp8rl::exact_swiglu", mutates_args=(), device_types=("cuda", "cpu"))
 def _swiglu(x: torch.Tensor) -> torch.Tensor:
     """Multiply gate and up in float32, rounded once; the fusion pass joins the quantization."""
-    if x.is_cpu:
-        return reference.swiglu(x)
-    from fp8rl.numerics.triton.activations import silu_and_mul  # needs Triton
-
-    return silu_and_mul(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+    return reference.swiglu(x) if x.is_cpu else swiglu_on_gpu(x)
 
 
 @_swiglu.register_fake

@@ -81,9 +81,14 @@ class RoundedOnceSiluAndMul(SiluAndMul):
 
     def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[.., K]`` for gate and up side by side in ``[.., 2 K]``."""
-        from fp8rl.numerics.triton.activations import silu_and_mul  # needs Triton
+        return swiglu_on_gpu(x)
 
-        return silu_and_mul(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+
+def swiglu_on_gpu(x: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(gate) * up`` ``[.., K]`` for both side by side ``[.., 2 K]``, rounded once."""
+    from fp8rl.numerics.triton.swiglu import silu_and_mul  # needs Triton
+
+    return silu_and_mul(x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

@@ -103,13 +103,14 @@ class Fp8RLLinearMethod(LinearMethodBase):
     ) -> None:
         loader = _loader_of(layer, extra_weight_attrs.pop("weight_loader"), self.name)
         rows, columns = sum(output_partition_sizes), input_size_per_partition
-        codes, scale_inv = empty_storage(rows, columns)
+        device = torch.empty(0).device
         try:
             self.kernel = select_kernel(
-                codes.device, GemmShape(0, rows, columns), self.state.recipe, params_dtype
+                device, GemmShape(0, rows, columns), self.state.recipe, params_dtype
             )
         except UnsupportedError as error:
             raise UnsupportedError(f"'{self.name}': {error}") from None
+        codes, scale_inv = empty_storage(rows, self.kernel.stored_columns(columns))
         self.grid = BlockGrid(
             self.name,
             partial(_live_storage, weakref.ref(layer)),

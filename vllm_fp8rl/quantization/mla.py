@@ -114,7 +114,7 @@ class Fp8RLMLAMethod(Fp8RLKVCacheMethod):
             )
         if hasattr(source, "weight_scale_inv"):
             codes, scale_inv = source.weight.data, source.weight_scale_inv.data
-            weight = dequantize_block(codes, scale_inv, dtype=up_v.dtype)
+            weight = dequantize_block(codes, scale_inv, dtype=up_v.dtype)[:, : layer.kv_lora_rank]
             by_head = weight.view(layer.num_heads, -1, layer.kv_lora_rank)
             up_k.data.copy_(by_head[:, : layer.qk_nope_head_dim])
             up_v.data.copy_(by_head[:, layer.qk_nope_head_dim :].transpose(1, 2))

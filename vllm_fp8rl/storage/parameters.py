@@ -127,7 +127,10 @@ class Fp8Parameter(ShardedParameter):
 
 
 class Fp8Weight(Fp8Parameter):
-    """FP8 codes ``float8_e4m3fn [N, K]``. Takes BF16, FP16 or FP32, or FP8 codes as they are."""
+    """FP8 codes ``float8_e4m3fn [N, K']``: K columns, and zeros behind them as the kernel needs.
+
+    Takes BF16, FP16 or FP32, or FP8 codes as they are.
+    """
 
     leaf = "weight"
 

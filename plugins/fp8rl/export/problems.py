@@ -145,6 +145,7 @@ def _misfit(name: str, shape: Sequence[int]) -> str:
     if len(shape) != 2:
         return f"shape {list(shape)}, no matrix"
     rows, columns = shape
+    # On a GPU vLLM quantizes activations in whole groups alone (per_token_group_quant_fp8).
     if columns % BLOCK[1]:
         return f"{columns} columns, no multiple of {BLOCK[1]}"
     leaf = name.split(".")[-2]

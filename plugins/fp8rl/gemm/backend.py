@@ -52,7 +52,8 @@ class GemmBackend(Protocol):
       ``[in, out]``;
     - ``grad_t``, ``x_t``: columnwise, groups along *tokens*, possibly padded with zero codes.
 
-    On a GPU codes are contiguous; scales, and everything on a CPU, may have any strides.
+    On a GPU codes are contiguous, and zeros fill the last group of each row, so that the dimension
+    that is summed over is a multiple of 128; scales, and everything on a CPU, may have any strides.
     """
 
     name: str

@@ -21,6 +21,7 @@ from fp8rl.recipe import ScaleFormat
 _HOPPER = (9, 0)
 # Bytes. A matrix in a buffer of gradients may start elsewhere, behind a vector of an odd size.
 _TMA_ALIGNMENT = 16
+_FEATURES = 64  # as vLLM, so that both engines multiply a layer with the same library
 _BY_ROWS = "m_grouped_fp8_gemm_nt_contiguous"
 _BY_COLUMNS = "k_grouped_fp8_gemm_nt_contiguous"
 _TILE_ROWS = "get_mk_alignment_for_contiguous_layout"
@@ -92,8 +93,8 @@ class DeepGemmBackend:
             return "needs a GPU"
         if torch.cuda.get_device_capability(device) != _HOPPER:
             return "its use here is tested on Hopper alone"
-        if shape.out_features % GROUP or shape.in_features % GROUP:
-            return f"needs multiples of {GROUP} out and in features"
+        if shape.out_features % _FEATURES or shape.in_features % _FEATURES:
+            return f"needs multiples of {_FEATURES} out and in features"
         if not shape.tokens:
             return "needs tokens"
         if shape.dtype != torch.bfloat16:
@@ -130,6 +131,8 @@ class DeepGemmBackend:
     def supports_grouped(
         self, device: torch.device, shape: GroupedShape, scale_format: ScaleFormat
     ) -> str | None:
+        if shape.out_features % GROUP or shape.in_features % GROUP:
+            return f"needs multiples of {GROUP} out and in features of experts"
         alone = GemmShape(GROUP, shape.out_features, shape.in_features, shape.dtype)
         reason = self.supports(device, alone, scale_format)
         if reason is not None:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from fp8rl.numerics.formats import GROUP
-from fp8rl.numerics.triton.activations import empty_rows
+from fp8rl.numerics.triton.activations import empty_rows, quantize_rows
 from fp8rl.numerics.triton.quantize import quantize_groups
 from fp8rl.recipe import ScaleFormat
 
@@ -57,6 +57,7 @@ def _norm_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
+    WHOLE: tl.constexpr,
     ADD: tl.constexpr,
     QUANTIZE: tl.constexpr,
     POW2: tl.constexpr,
@@ -83,10 +84,14 @@ def _norm_kernel(
         row_of = first + index // (WIDTH // GROUP)
         group = index % (WIDTH // GROUP)
         there = (row_of < rows) & (group * GROUP < columns)
+        stride_codes = columns
+        if not WHOLE:
+            stride_codes = tl.cdiv(columns, GROUP) * GROUP
+            y = tl.where(column < columns, y, 0.0)  # NaN in a row with a NaN
         codes, scale_inv = quantize_groups(
             tl.reshape(y, [ROWS * WIDTH // GROUP, GROUP]).to(tl.float32), POW2
         )
-        at = (row_of * columns + group * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+        at = (row_of * stride_codes + group * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
         tl.store(y_ptr + at, codes, there[:, None])
         tl.store(scale_ptr + group * stride_scale + row_of, scale_inv, there)
     else:
@@ -146,13 +151,15 @@ def rms_norm_quantize(
         scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
 
     Returns:
-        codes ``[M, K]``; scale_inv float32 ``[K / 128, M padded to 4]``; ``x + residual`` or None.
-
-    Raises:
-        UnsupportedError: ``K`` is no multiple of 128.
+        codes ``[M, K padded to 128]``, zeros behind K; scale_inv float32 ``[ceil(K / 128), M padded
+        to 4]``; ``x + residual`` or None.
     """
-    codes, scales = empty_rows(x, x.shape[1])
     total = None if residual is None else x.new_empty(x.shape)
+    if x.shape[1] < GROUP:  # the tile of such a norm is narrower than a group
+        normed = x.new_empty(x.shape)
+        _launch(x, residual, weight, epsilon, normed, total=total)
+        return *quantize_rows(normed, scale_format), total
+    codes, scales = empty_rows(x, x.shape[1])
     y = codes.view(torch.uint8)
     _launch(x, residual, weight, epsilon, y, total=total, scales=scales, form=scale_format)
     return codes, scales, total
@@ -190,6 +197,7 @@ def _launch(
         0 if scales is None else scales.stride(0),
         epsilon,
         GROUP=GROUP,
+        WHOLE=columns % GROUP == 0,
         ADD=residual is not None,
         QUANTIZE=scales is not None,
         POW2=form == "pow2",

@@ -57,6 +57,7 @@ from fp8rl.numerics.formats import (
     Quantized,
     Stacked,
     cdiv,
+    whole_groups,
 )
 from fp8rl.numerics.grouped import (
     Addresses,
@@ -105,4 +106,5 @@ __all__ = [
     "row_alignment",
     "start_finite_check",
     "stream_of",
+    "whole_groups",
 ]

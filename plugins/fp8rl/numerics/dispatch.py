@@ -147,9 +147,9 @@ def quantize_operand(
         columnwise: make the codes in groups along N.
 
     Returns:
-        rowwise: codes ``float8_e4m3fn [N, K]``, scale_inv ``float32 [N, ceil(K/128)]``.
-        columnwise: codes ``[K, N']``, scale_inv ``[K, ceil(N/128)]``; a GPU pads N to a multiple
-        of 128 with zero codes, which add nothing to a product along N.
+        rowwise: codes ``float8_e4m3fn [N, K']``, scale_inv ``float32 [N, ceil(K/128)]``.
+        columnwise: codes ``[K, N']``, scale_inv ``[K, ceil(N/128)]``. A GPU pads K' and N' to a
+        multiple of 128 with zero codes, which add nothing to a product; elsewhere they are K and N.
         The strides of scale_inv depend on the implementation.
 
     Raises:
@@ -179,8 +179,9 @@ def quantize_weight(
         columnwise: make the codes ``[K, N]``; a CPU returns views of the rowwise codes.
 
     Returns:
-        rowwise: codes ``float8_e4m3fn [N, K]``, scale_inv ``float32 [ceil(N/128), ceil(K/128)]``;
-        columnwise: both transposed.
+        rowwise: codes ``float8_e4m3fn [N, K']``, scale_inv ``float32 [ceil(N/128),
+        ceil(K/128)]``; columnwise: codes ``[K, N']``, scales transposed. K' and N' are as in
+        :func:`quantize_operand`.
 
     Raises:
         UnsupportedError: wrong dtype, rank or scale format.
@@ -308,7 +309,8 @@ def quantize_swiglu(
     The activation is computed in float32 and rounded once to ``h``'s dtype before it is quantized.
     The codes are those of the two operations one after the other, up to the last bits of the
     exponential. On Hopper or later one kernel does both and never writes the activation to memory,
-    if ``h`` is bfloat16, K a multiple of 128, and rows are contiguous and aligned to 8 bytes.
+    if ``h`` is bfloat16, K a multiple of 128, and rows are contiguous and aligned to 8 bytes. For
+    other K a GPU takes two kernels, the first with the bits of the rollout's.
 
     Args:
         h: ``[N, 2 K]``, bfloat16, float16 or float32, gate and up side by side.

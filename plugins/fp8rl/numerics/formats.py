@@ -22,7 +22,7 @@ _SCALE_FORMATS = get_args(ScaleFormat)
 class Quantized(NamedTuple):
     """FP8 codes with the factors that multiply them back: ``x = codes * scale_inv``.
 
-    codes: float8_e4m3fn, the source's shape.
+    codes: float8_e4m3fn, the source's shape; zeros may fill the last group of each row.
     scale_inv: float32; ``[ceil(N/128), ceil(K/128)]`` for blocks, ``[..., ceil(K/128)]`` for
     groups.
     """
@@ -58,6 +58,11 @@ class Operand(NamedTuple):
 def cdiv(a: int, b: int) -> int:
     """``ceil(a / b)`` for integers."""
     return -(-a // b)
+
+
+def whole_groups(width: int) -> int:
+    """Round a width up to whole groups of 128."""
+    return cdiv(width, GROUP) * GROUP
 
 
 def check_source(x: torch.Tensor, *, ndim: int | None, scale_format: ScaleFormat) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from types import ModuleType
 
 import pytest
 import torch
 
-from fp8rl.gemm import DeepGemmBackend, GemmShape, builtin_backends
+from fp8rl.gemm import DeepGemmBackend, GemmShape, GroupedShape, builtin_backends
 from fp8rl.gemm.deep_gemm import load_deep_gemm
 
 
@@ -21,7 +22,11 @@ from fp8rl.gemm.deep_gemm import load_deep_gemm
         ("scaled_mm", (9, 0), GemmShape(7, 48, 64), "multiple of 4 tokens"),
         ("scaled_mm", (10, 0), GemmShape(8, 48, 64), "Hopper alone, this GPU is sm_100"),
         ("deep_gemm", (9, 0), GemmShape(7, 128, 256), None),
-        ("deep_gemm", (9, 0), GemmShape(7, 64, 256), "multiples of 128"),
+        ("deep_gemm", (9, 0), GemmShape(7, 960, 576), None),
+        ("deep_gemm", (9, 0), GemmShape(7, 96, 256), "multiples of 64"),
+        ("deep_gemm", (9, 0), GemmShape(7, 128, 96), "multiples of 64"),
+        ("deep_gemm", (9, 0), GroupedShape((7,), 64, 256), "multiples of 128 out .* of experts"),
+        ("deep_gemm", (9, 0), GroupedShape((7,), 128, 576), "multiples of 128 out .* of experts"),
         ("deep_gemm", (8, 9), GemmShape(7, 128, 256), "Hopper alone"),
         ("deep_gemm", (9, 0), GemmShape(7, 128, 256, torch.float32), "round to bfloat16"),
         ("triton", (8, 0), GemmShape(1, 3, 5), "sm_80 has no E4M3"),
@@ -33,8 +38,10 @@ def test_what_gpu_backends_serve(name, capability, shape, reason, monkeypatch):
     backends = {b.name: b for b in (*builtin_backends(), DeepGemmBackend(lambda: library))}
     if name == "triton":
         monkeypatch.setattr("fp8rl.gemm.triton_gemm.find_spec", lambda name: object())
-    found = backends[name].supports(torch.device("cuda"), shape, "fp32")
-    assert found is None if reason is None else reason in found
+    grouped = isinstance(shape, GroupedShape)
+    supports = backends[name].supports_grouped if grouped else backends[name].supports
+    found = supports(torch.device("cuda"), shape, "fp32")
+    assert found is None if reason is None else re.search(reason, found)
 
 
 def test_a_library_that_does_not_start_is_a_reason(monkeypatch):

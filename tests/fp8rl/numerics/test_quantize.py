@@ -34,7 +34,7 @@ from support.devices import (
     needs_gpu,
     needs_kernels,
 )
-from support.shapes import DTYPES, FORMATS, LAYOUTS, VALUES, base, sources
+from support.shapes import DTYPES, FORMATS, HALF_GROUPS, LAYOUTS, VALUES, base, sources
 
 SIDES = [(True, True), (True, False), (False, True)]
 # (implementation, scale format); kernels convert to E4M3 natively or in software.
@@ -245,6 +245,24 @@ def test_rows_that_fill_no_tile(rows, cast, monkeypatch):
         expected = reference.quantize_operand(x, scale_format, True, True)
         for got, want in zip(actual, expected, strict=True):
             assert_same(got, want)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", HALF_GROUPS)
+def test_zeros_fill_the_last_group_of_operands(columns, dtype):
+    """In codes along either dimension, as products need, whatever is in the group."""
+    _, dual = kernels()
+    x = base(dtype, (130, columns))
+    x[3, -1], x[4, -2] = torch.nan, torch.inf
+    for quantize in ("quantize_operand", "quantize_weight"):
+        actual = getattr(dual, quantize)(x.to(DEVICE), "fp32", True, True)
+        expected = getattr(Definition(), quantize)(x, "fp32", True, True)
+        for got, want in zip(actual, expected, strict=True):
+            assert_same(got, want)
+        assert actual.rowwise.codes.shape == (130, -(-columns // 128) * 128)
+        assert actual.columnwise.codes.shape == (columns, 256)
 
 
 @needs_gpu

@@ -30,6 +30,8 @@ if not (HAS_KERNELS and Device(True).module("quantize").has_native_cast(DEVICE))
     MODES = [("software", "fp32"), ("software", "pow2")]
 SIDES = [(True, True), (True, False), (False, True)]
 SHAPES = [(1, 128), (128, 128), (203, 384), (258, 256)]  # any number past a multiple of four
+NARROW = [(9, 192), (3, 576), (5, 1216)]
+"""Of halves that end within a group, which two kernels compute."""
 NAMES = ["quantize_swiglu", "quantize_swiglu_grad"]
 
 
@@ -107,6 +109,21 @@ def test_bit_for_bit(name, shape, sides, mode, monkeypatch):
     actual = run(name, tensors, scale_format, *sides)
     for got, want in zip(actual, expected, strict=True):
         assert_same(got, want)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize("sides", SIDES[:2])
+@pytest.mark.parametrize("shape", NARROW)
+@pytest.mark.parametrize("name", NAMES)
+def test_halves_that_end_within_a_group(name, shape, sides, monkeypatch):
+    tensors = exact(*shape)
+    expected = getattr(reference, name)(*arguments(name, tensors), "fp32", *sides)
+    forbid(monkeypatch)
+    actual = run(name, tensors, "fp32", *sides)
+    for got, want in zip(actual, expected, strict=True):
+        assert_same(got, want)
+    assert actual.rowwise.codes.shape[1] % 128 == 0  # whole groups, as products need
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)

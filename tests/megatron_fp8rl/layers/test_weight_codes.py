@@ -10,7 +10,9 @@ import torch
 
 from fp8rl.numerics import dequantize_block, quantize_block
 from megatron_fp8rl.export.layout import plain_layout, qkv_layout
+from megatron_fp8rl.layers import weight_codes
 from megatron_fp8rl.layers.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
+from support.devices import DEVICE, Device, assert_same, needs_kernels
 
 
 @pytest.fixture
@@ -92,6 +94,23 @@ def test_rows_are_quantized_in_hf_order(epoch):
     got = WeightCodes(layout, "pow2", epoch).rowwise(weight)
     expected = quantize_block(layout.to_hf(weight), scale_format="pow2")
     assert torch.equal(dequantize_block(*got), dequantize_block(*expected))
+
+
+@needs_kernels
+def test_codes_outside_of_a_product_have_the_columns_of_the_weight(epoch, monkeypatch):
+    """On a GPU zeros fill the last group of each row."""
+    dual = Device(True).module("dual")
+
+    def quantize_weight(w, scale_format, *, rowwise=True, columnwise=True):
+        return dual.quantize_weight(w.detach(), scale_format, rowwise, columnwise)
+
+    monkeypatch.setattr(weight_codes, "quantize_weight", quantize_weight)
+    weight, codes = _weight(columns=192), _codes(epoch)
+    weight.data = weight.data.to(DEVICE)
+    assert codes.rowwise(weight).codes.shape == (130, 256)
+    fresh = codes.fresh(weight)
+    assert fresh.codes.shape == weight.shape and fresh.codes.is_contiguous()
+    assert_same(fresh, quantize_block(weight.detach().cpu()))
 
 
 def test_the_optimizer_hook_goes_with_its_owner():

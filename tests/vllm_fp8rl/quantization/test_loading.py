@@ -20,7 +20,7 @@ from fp8rl.errors import (
     ScaleError,
     UnsupportedError,
 )
-from fp8rl.numerics import quantize_block
+from fp8rl.numerics import Quantized, quantize_block, whole_groups
 from fp8rl.recipe import KVCache
 from support.engine import FUSED, LAYERS, PROMPTS, in_fp8, load_tensors, make_checkpoint, same_bits
 from support.lora import LORA
@@ -32,11 +32,22 @@ from support.tiny import (
 )
 from vllm_fp8rl.compat import require_cpu_router
 from vllm_fp8rl.engine.rank_state import state_of
-from vllm_fp8rl.kernels.linear.choice import CPU_CACHE_ENV
+from vllm_fp8rl.kernels.linear import choice
+from vllm_fp8rl.kernels.linear.choice import CPU_CACHE_ENV, CpuKernel
 from vllm_fp8rl.quantization.config import Fp8RLConfig, read_recipe
 from vllm_fp8rl.quantization.linear import Fp8RLLinearMethod, RefitLinearMethod
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.receiver.inventory import Inventory
+
+
+class PaddedKernel(CpuKernel):
+    """Store and multiply whole groups, as a GPU does."""
+
+    stored_columns = staticmethod(whole_groups)
+
+    def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
+        missing = weight.codes.shape[1] - x.shape[-1]
+        return super().apply(torch.nn.functional.pad(x, (0, missing)), weight)
 
 
 def block_fp8_checkpoint(source: Path, target: Path, **changes) -> Path:
@@ -179,8 +190,14 @@ def as_up_to_vllm_0_27(tied) -> None:
     assert entries["lm_head.weight"].route is None
 
 
-@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
-def test_odd_widths_give_the_codes_of_the_fused_grid(other_engine, tmp_path, scale_format):
+@pytest.mark.parametrize(
+    ("scale_format", "padded"), [("fp32", False), ("pow2", False), ("fp32", True)]
+)
+def test_odd_widths_give_the_codes_of_the_fused_grid(
+    other_engine, tmp_path, scale_format, padded, monkeypatch
+):
+    if padded:
+        monkeypatch.setattr(choice, "CpuKernel", PaddedKernel)
     path = make_checkpoint(tmp_path / "odd", 30, intermediate_size=328, hidden_size=200)
     recipe = Recipe.from_dict(
         {"weights": {"scale_format": scale_format}, "activations": {"scale_format": scale_format}}
@@ -197,7 +214,10 @@ def test_odd_widths_give_the_codes_of_the_fused_grid(other_engine, tmp_path, sca
             live = odd.model.get_submodule(f"model.layers.{layer}.{module}")
             rows = torch.cat([other[f"model.layers.{layer}.{part}.weight"] for part in parts])
             wanted = quantize_block(rows, scale_format=scale_format)
-            assert same_bits(live.weight, wanted.codes)
+            stored, columns = live.weight.data, rows.shape[1]
+            assert stored.shape[1] == (whole_groups(columns) if padded else columns)
+            assert same_bits(stored[:, :columns], wanted.codes)
+            assert not stored[:, columns:].view(torch.uint8).any()
             assert same_bits(live.weight_scale_inv, wanted.scale_inv)
     refuses_codes_off_its_grid(odd, other, scale_format)
 

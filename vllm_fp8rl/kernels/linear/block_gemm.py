@@ -5,8 +5,9 @@ here: on the GPUs served, it would only replace parameters (which ends refits in
 ``VLLM_USE_DEEP_GEMM_E8M0`` (its default), quantize the weights again with scales that are powers of
 two. DeepGEMM, CUTLASS and Triton all read codes ``[N, K]`` and float32 scales ``[N/128, K/128]``
 (``vllm/model_executor/kernels/linear/scaled_mm``), as :mod:`vllm_fp8rl.storage.block_grid` writes
-them. On Blackwell DeepGEMM packs the exponents of such scales in each call, so that a refit in
-place is seen there too.
+them. They multiply whole groups: zeros fill the last group of each row of codes, of weights and
+activations. On Blackwell DeepGEMM packs the exponents of such scales in each call, so that a refit
+in place is seen there too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from vllm.platforms import current_platform
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
-from fp8rl.numerics import BLOCK, GROUP, Quantized
+from fp8rl.numerics import BLOCK, Quantized, whole_groups
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import PACKING_CAPABILITIES, unsupported_reason
 from vllm_fp8rl.kernels.fusion import deep_gemm_op as deep_gemm_op  # registers fp8rl::deep_gemm
@@ -63,8 +64,13 @@ class DelegatedKernel:
         # On other GPUs DeepGEMM, told to pack, would round scales that are no powers of two.
         self._packs = packs_scales()
 
+    @staticmethod
+    def stored_columns(columns: int) -> int:
+        """Return the columns of the codes that a weight of ``columns`` is stored in."""
+        return whole_groups(columns)
+
     def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
-        """Return ``x @ weight.T``."""
+        """Return ``x @ weight.T`` for ``x`` ``[.., K]``, and codes ``[N, stored columns of K]``."""
         flat = x.dim() == 2  # torch.compile takes longer for each operation that it traces
         rows = x if flat else x.reshape(-1, x.shape[-1])
         codes, by_group = torch.ops.fp8rl.quantize(rows, self._pow2)
@@ -89,7 +95,7 @@ class DelegatedKernel:
         )
 
     def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
-        """Have DeepGEMM's kernels for a layer's ``weight`` ``[N, K]`` compiled ahead of use."""
+        """Have DeepGEMM's kernels for a layer's ``weight`` compiled ahead of use."""
         if self.backend == "deep_gemm":
             warmup.add(*layer.weight.shape)
 
@@ -101,11 +107,6 @@ def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedK
         UnsupportedError: the GPU, the backend or the shape is not served.
     """
     require_served_gpu(recipe)
-    if shape.in_features % GROUP:
-        raise UnsupportedError(
-            f"vLLM's kernels need input features in multiples of {GROUP} on this rank, not "
-            f"{shape.in_features}; pin the layer to BF16 or change the tensor parallel size."
-        )
     config = layer_config(shape, dtype)
     backend, reasons = _choose(shape, config)
     if NO_NVCC in reasons.values():
@@ -135,11 +136,11 @@ def unsupported_reasons(shape: GemmShape, dtype: torch.dtype) -> dict[str, str]:
 
 
 def layer_config(shape: GemmShape, dtype: torch.dtype) -> FP8ScaledMMLinearLayerConfig:
-    """Return vLLM's description of a block-FP8 layer."""
+    """Return vLLM's description of a block-FP8 layer, as its weight is stored."""
     return FP8ScaledMMLinearLayerConfig(
         weight_quant_key=kFp8Static128BlockSym,
         activation_quant_key=kFp8Dynamic128Sym,
-        weight_shape=(shape.out_features, shape.in_features),
+        weight_shape=(shape.out_features, whole_groups(shape.in_features)),
         input_dtype=dtype,
         out_dtype=dtype,
     )

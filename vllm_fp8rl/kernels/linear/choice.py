@@ -38,6 +38,11 @@ class CpuKernel:
     backend = "cpu"
     """Name in reports; kernels of vLLM's have a value of ``linear_backend`` here."""
 
+    @staticmethod
+    def stored_columns(columns: int) -> int:
+        """Return the columns of the codes that a weight of ``columns`` is stored in."""
+        return columns
+
     def __init__(self, recipe: Recipe, *, keep: bool) -> None:
         self._format = recipe.activations.scale_format
         self._sums = torch.float64 if recipe.exact else torch.float32

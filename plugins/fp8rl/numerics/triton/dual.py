@@ -1,5 +1,8 @@
 """Triton kernel for the operands of a linear layer: one read, codes along both dimensions.
 
+A row of codes is filled with zeros up to whole groups of 128, which add nothing to a product along
+it: products have whole groups on a GPU, whatever the width of the layer.
+
 One program owns a 128x128 tile, which holds whole groups of either direction (and one whole block
 of a weight), so that the tile's amaxes come from registers. Scales are written in the order in
 which GEMM kernels on Hopper read them: groups outermost, so that one load fetches the scales of
@@ -12,7 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.formats import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
+from fp8rl.numerics.formats import (
+    FP8_DTYPE,
+    GROUP,
+    Operand,
+    Quantized,
+    cdiv,
+    whole_groups,
+)
 from fp8rl.numerics.triton.packed import PACKED_REGISTERS, can_pack, packed_kernel
 from fp8rl.numerics.triton.quantize import (
     encode,
@@ -64,19 +74,19 @@ def quantize_dual_tile(
     """Write codes and scales of one 128x128 tile of a source of this ``shape``.
 
     ``x`` is the tile, with zeros beyond the ends of the source. A side is None if it is not wanted,
-    or a tuple: pointers to the codes and to the scales of the whole source, and the stride of the
-    scales; ``columnwise`` has the row stride of the codes too.
+    or a tuple: pointers to the codes and to the scales of the whole source, the stride of the
+    scales, and the row stride of the codes, up to which zeros fill each row.
     """
     rows, cols = shape
     row = tl.arange(0, 128)
     col = tl.arange(0, 128)
     left = rows - tile_row * 128
     left_cols = cols - tile_col * 128
-    inside = _mask(row, col, left, left_cols)
     if rowwise is not None:
-        codes_ptr, scale_inv_ptr, scale_stride = rowwise
-        codes_at = codes_ptr + tile_row * 128 * cols + tile_col * 128
-        codes_at += row[:, None] * cols + col[None, :]
+        codes_ptr, scale_inv_ptr, scale_stride, padded_cols = rowwise
+        inside = _mask(row, col, left, padded_cols - tile_col * 128)
+        codes_at = codes_ptr + tile_row * 128 * padded_cols + tile_col * 128
+        codes_at += row[:, None] * padded_cols + col[None, :]
     if columnwise is not None:
         codes_t_ptr, scale_inv_t_ptr, scale_t_stride, padded_rows = columnwise
         inside_t = _mask(col, row, left_cols, padded_rows - tile_row * 128)
@@ -148,7 +158,10 @@ def _dual_kernel(
     x_ptr += tile_row * 128 * stride_row + tile_col * 128 * stride_col
     at = x_ptr + row[:, None] * stride_row + col[None, :] * stride_col
     shape = (rows, cols)
-    rowwise = (codes_ptr, scale_inv_ptr, scale_stride)
+    padded_cols = cols
+    if not WHOLE:
+        padded_cols = tl.cdiv(cols, 128) * 128
+    rowwise = (codes_ptr, scale_inv_ptr, scale_stride, padded_cols)
     columnwise = (codes_t_ptr, scale_inv_t_ptr, scale_t_stride, padded_rows)
     # The second side reads again, from the cache: a tile that is kept takes too many registers.
     if ROWWISE:
@@ -176,11 +189,11 @@ class DualOutput:
     ) -> None:
         rows, cols = shape
         device = x.device
-        self.padded_rows = rows if block else cdiv(rows, GROUP) * GROUP
+        self.padded_rows = whole_groups(rows)
         self.rowwise = self.columnwise = None
         stride = stride_t = 0
         if rowwise:
-            codes = torch.empty(rows, cols, dtype=FP8_DTYPE, device=device)
+            codes = torch.empty(rows, whole_groups(cols), dtype=FP8_DTYPE, device=device)
             scale_inv, stride = _empty_scales(device, rows, cols, block)
             self.rowwise = Quantized(codes, scale_inv)
         if columnwise:

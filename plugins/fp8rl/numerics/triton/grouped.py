@@ -81,13 +81,13 @@ def _grouped_kernel(
         place = tl.load(entry + 2).to(tl.int64)
         if PACKED:
             codes_at = codes_ptr + place * cols + tile_col * 128
-            rowwise = (codes_at, scale_inv_ptr + tile_col * scale_stride + place, cols)
+            packed_rowwise = (codes_at, scale_inv_ptr + tile_col * scale_stride + place, cols)
             quantize_packed_tile(
-                x_ptr, stride_row, left, rowwise, None, False, True, False, POW2, NATIVE
+                x_ptr, stride_row, left, packed_rowwise, None, False, True, False, POW2, NATIVE
             )
         else:
             x = _load_rows(at, left, inside_cols, WHOLE)
-            rowwise = (codes_ptr + place * cols, scale_inv_ptr + place, scale_stride)
+            rowwise = (codes_ptr + place * cols, scale_inv_ptr + place, scale_stride, cols)
             quantize_dual_tile(
                 x, 0, tile_col, (left, cols), rowwise, None, False, POW2, NATIVE, False
             )
@@ -152,10 +152,10 @@ def _weights_kernel(
         scale_at = scale_inv_ptr + tile_row * tile_cols + tile_col
         codes_t_at = codes_t_ptr + (tile_col * rows + tile_row) * 128
         scale_t_at = scale_inv_t_ptr + tile_col * tile_rows + tile_row
-        rowwise = (codes_at, scale_at, cols) if ROWWISE else None
+        packed_rowwise = (codes_at, scale_at, cols) if ROWWISE else None
         packed_columnwise = (codes_t_at, scale_t_at, rows) if COLUMNWISE else None
         quantize_packed_tile(
-            x_ptr, cols, 128, rowwise, packed_columnwise, True, False, False, POW2, NATIVE
+            x_ptr, cols, 128, packed_rowwise, packed_columnwise, True, False, False, POW2, NATIVE
         )
     else:
         row = tl.arange(0, 128)
@@ -164,7 +164,7 @@ def _weights_kernel(
         left = tl.minimum(rows - tile_row * 128, 128)
         x = _load_rows(at, left, col < cols - tile_col * 128, WHOLE)
         shape = (rows, cols)
-        rowwise = (codes_ptr, scale_inv_ptr, tile_cols) if ROWWISE else None
+        rowwise = (codes_ptr, scale_inv_ptr, tile_cols, cols) if ROWWISE else None
         columnwise = (codes_t_ptr, scale_inv_t_ptr, tile_rows, rows) if COLUMNWISE else None
         quantize_dual_tile(
             x, tile_row, tile_col, shape, rowwise, columnwise, True, POW2, NATIVE, WHOLE

@@ -1,8 +1,8 @@
 """Triton kernels that compute SwiGLU, or its gradient, and quantize the result at once.
 
 They read bfloat16 tiles with the functions of :mod:`fp8rl.numerics.triton.packed`; neither the
-activation nor the gradient of gate and up is written to memory. A source that cannot be packed is
-computed first and quantized then.
+activation nor the gradient of gate and up is written to memory. A source that cannot be packed, or
+whose halves end within a group, is computed first and quantized then.
 """
 
 # mypy: disable-error-code="assignment"
@@ -25,10 +25,13 @@ from fp8rl.numerics.triton.packed import (
     packed_pointers,
     quantize_packed_groups,
 )
+from fp8rl.numerics.triton.quantize import has_native_cast
 from fp8rl.recipe import ScaleFormat
 
 # The tile stays in registers, since reading it again would mean computing it again.
 _REGISTERS = 128
+_WIDTH = 1024  # columns of a row that one program computes, without quantization
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 @triton.jit
@@ -70,6 +73,13 @@ def _pair(first, second, NATIVE: tl.constexpr):
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [first, second], tl.int32, True, 1
         )
     return ((_rounded(first) >> 16) & 0xFFFF) | _rounded(second)
+
+
+@triton.jit
+def _narrowed(x, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    if NATIVE or tl.bfloat16 != DTYPE:
+        return x.to(DTYPE)
+    return (_rounded(x) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -254,12 +264,102 @@ def swiglu_grad_kernel(
     quantize_packed_groups(x, left, rowwise, columnwise, MASKED, POW2, NATIVE)
 
 
+@triton.jit
+def _plain_kernel(x_ptr, y_ptr, columns, stride_row, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < columns
+    at = x_ptr + row * stride_row + column
+    gate = tl.load(at, inside, other=0.0)
+    up = tl.load(at + columns, inside, other=0.0)
+    y = _narrowed(swiglu(gate.to(tl.float32), up.to(tl.float32), NATIVE), gate.dtype, NATIVE)
+    tl.store(y_ptr + row * columns + column, y, inside)
+
+
+@triton.jit
+def _plain_grad_kernel(
+    grad_ptr,
+    h_ptr,
+    y_ptr,
+    columns,
+    stride_grad,
+    stride_row,
+    WIDTH: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < columns
+    grad = tl.load(grad_ptr + row * stride_grad + column, inside, other=0.0).to(tl.float32)
+    at = h_ptr + row * stride_row + column
+    gate = tl.load(at, inside, other=0.0)
+    up = tl.load(at + columns, inside, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    of_gate = _gate_grad(grad, wide, up, NATIVE)
+    of_up = grad * (wide * _sigmoid(wide, NATIVE))
+    y_ptr += row * 2 * columns + column
+    tl.store(y_ptr, _narrowed(of_gate, gate.dtype, NATIVE), inside)
+    tl.store(y_ptr + columns, _narrowed(of_up, gate.dtype, NATIVE), inside)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(x[:, :K]) * x[:, K:]``, computed in float32 and rounded once.
+
+    The values are those that :func:`fp8rl.numerics.triton.activations.quantize_rows` quantizes with
+    ``silu_and_mul``.
+
+    Args:
+        x: ``[M, 2 K]``, bfloat16 or float16, rows contiguous.
+
+    Returns:
+        ``[M, K]``, of ``x``'s dtype.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    rows, columns = x.shape[0], x.shape[1] // 2
+    y = x.new_empty(rows, columns)
+    if rows:
+        _plain_kernel[(rows, triton.cdiv(columns, _WIDTH))](
+            x, y, columns, x.stride(0), WIDTH=_WIDTH, NATIVE=has_native_cast(x.device)
+        )
+    return y
+
+
+def _silu_and_mul_grad(grad: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of ``h`` ``[M, 2 K]`` from that of :func:`silu_and_mul`."""
+    grad, h = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, h))
+    rows, columns = grad.shape
+    y = h.new_empty(rows, 2 * columns)
+    with torch.cuda.device_of(h):
+        _plain_grad_kernel[(rows, triton.cdiv(columns, _WIDTH))](
+            grad,
+            h,
+            y,
+            columns,
+            grad.stride(0),
+            h.stride(0),
+            WIDTH=_WIDTH,
+            NATIVE=has_native_cast(h.device),
+            enable_fp_fusion=False,
+        )
+    return y
+
+
+def _ends_within_a_group(h: torch.Tensor) -> bool:
+    """Tell whether each half of ``h`` ends within a group, and the kernels above compute it.
+
+    Theirs are the bits of the rollout's kernel, which torch's sigmoid does not have.
+    """
+    return bool(h.numel()) and h.shape[1] // 2 % GROUP != 0 and h.dtype in _SIXTEEN_BITS
+
+
 def quantize_swiglu(
     h: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
     """See :func:`fp8rl.numerics.quantize_swiglu`."""
     rows, cols = h.shape[0], h.shape[1] // 2
-    if not (rows and cols and cols % GROUP == 0 and can_pack(h)):
+    if _ends_within_a_group(h):
+        return quantize_operand(silu_and_mul(h), scale_format, rowwise, columnwise)
+    if not (rows and cols and can_pack(h)):
         return quantize_operand(reference.swiglu(h), scale_format, rowwise, columnwise)
     output = DualOutput(h, (rows, cols), scale_format, rowwise, columnwise)
     return _launch(swiglu_kernel, (h,), h, output, cols)
@@ -274,6 +374,8 @@ def quantize_swiglu_grad(
 ) -> Operand:
     """See :func:`fp8rl.numerics.quantize_swiglu_grad`."""
     rows, cols = grad.shape
+    if _ends_within_a_group(h):
+        return quantize_operand(_silu_and_mul_grad(grad, h), scale_format, rowwise, columnwise)
     if not (rows and cols and can_pack(h) and can_pack(grad) and grad.is_contiguous()):
         of_h = reference.swiglu_grad(grad, h)
         return quantize_operand(of_h, scale_format, rowwise, columnwise)

@@ -28,6 +28,7 @@ from fp8rl.numerics import (
     quantize_group,
 )
 from vllm_fp8rl.kernels.linear import block_gemm
+from vllm_fp8rl.storage.block_grid import BlockGrid, Shard, empty_storage
 
 N, K = 384, 640
 POW2 = {"scale_format": "pow2"}
@@ -46,8 +47,9 @@ def fp8_gemm_nt(a: Side, b: Side, out: torch.Tensor, *, is_deep_gemm_e8m0_used: 
     Hopper's kernel reads the scales of a group side by side. Blackwell's casts them to exponents in
     each call, and is served slowly, or not at all, with other strides than those of rows.
     """
-    rows = a[0].shape[0]
-    assert a[1].shape == (rows, K // 128) and a[1].dtype == b[1].dtype == torch.float32
+    rows, columns = a[0].shape
+    assert columns % 128 == 0 and columns == b[0].shape[1]
+    assert a[1].shape == (rows, columns // 128) and a[1].dtype == b[1].dtype == torch.float32
     if is_deep_gemm_e8m0_used:
         assert a[1].is_contiguous() and b[1].is_contiguous()
         assert not any((side[1].view(torch.int32) & 0x807FFFFF).any() for side in (a, b))
@@ -77,9 +79,11 @@ only_hopper = pytest.mark.parametrize("gpu", [(9, 0)], indirect=True)
 
 def quantize(x: torch.Tensor, pow2: bool) -> Side:
     """``torch.ops.fp8rl.quantize``, which needs Triton: scales ``[groups, rows padded to 4]``."""
+    x = torch.nn.functional.pad(x, (0, -x.shape[1] % 128))
     codes, scale_inv = quantize_group(x, scale_format="pow2" if pow2 else "fp32")
     padding = torch.full((-len(x) % 4, scale_inv.shape[1]), float("nan"))
-    return codes, torch.cat((scale_inv, padding)).t().contiguous()
+    by_group = torch.cat((scale_inv, padding)).t()
+    return codes, by_group.clone(memory_format=torch.contiguous_format)
 
 
 def kernel(backend: str, recipe: Recipe = RECIPES[9, 0]) -> block_gemm.DelegatedKernel:
@@ -109,6 +113,39 @@ def test_products_are_those_of_the_numeric_contract(gpu: Any, rows: tuple[int, .
             dequantize_block(*weight, dtype=torch.float32),
         )
         assert torch.equal(multiply(x, weight), wanted.bfloat16().view(*rows, N))
+
+
+@only_hopper
+@pytest.mark.parametrize("columns", [64, 192, 576, 960])
+def test_inputs_that_end_within_a_group(columns: int) -> None:
+    """The weight lies as a refit stores it; the truth has no zeros behind the columns."""
+    multiply = kernel("deep_gemm")
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.randn(5, columns, generator=generator).bfloat16()
+    values = torch.randn(N, columns, generator=generator).bfloat16()
+    live = empty_storage(N, multiply.stored_columns(columns))
+    live[0].view(torch.uint8)[:, :columns] = 0x7F  # what was there before
+    parts = [200, N - 200]
+    grid = BlockGrid("layer", lambda: live, parts, columns, "fp32")
+    for start in (200, 0):
+        rows = parts[start > 0]
+        part = values[start : start + rows]
+        grid.write(Shard(start, rows, (0, 0), (rows, columns)), part)
+    wanted = quantize_block(values)
+    assert torch.equal(live[0][:, :columns].view(torch.uint8), wanted.codes.view(torch.uint8))
+    assert torch.equal(live[1], wanted.scale_inv)
+    assert not live[0][:, columns:].view(torch.uint8).any()
+    truth = multiply_rows(
+        dequantize_group(*quantize_group(x), dtype=torch.float64),
+        dequantize_block(*wanted, dtype=torch.float64),
+    )
+    found = multiply.apply(x, Quantized(*live))
+    torch.testing.assert_close(found.double(), truth, rtol=2**-8, atol=1e-3)
+
+
+def test_layers_are_described_to_vllm_as_they_are_stored() -> None:
+    config = block_gemm.layer_config(GemmShape(0, 960, 576), torch.bfloat16)
+    assert config.weight_shape == (960, 640)
 
 
 @only_hopper
