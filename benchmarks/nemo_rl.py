@@ -50,7 +50,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
-from facts import is_shared
 from long_tasks import bounds, problems, write
 from nemo_rl_families import RECIPES, gate
 from nemo_rl_results import MEDIAN_STEPS, WARM_STEPS, is_complete, summary, table
@@ -66,6 +65,8 @@ from real_model import ANSWERS, SIZES, has_shape, prompt_words, shape_of
 from real_model import make_model as make_real_model
 from tiny_models import make_model
 from tiny_models import problems as sums
+
+from fp8rl_bench.facts import is_shared
 
 VARIANTS = (
     "bf16",
