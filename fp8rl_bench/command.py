@@ -242,10 +242,10 @@ class Process:
 def environment(device: str, name: str) -> dict[str, str]:
     """Return the variables of a row's process."""
     found = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_DEEP_GEMM_WARMUP": "skip"}
-    if name == "fp8rl-exact":
-        found["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # with experts vLLM 0.26 does not by itself
     if device == "cpu":  # else vLLM compiles a helper, which needs a C++ compiler
         found["TORCHDYNAMO_DISABLE"] = "1"
+    elif name == "fp8rl-exact":
+        found["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # with experts vLLM 0.26 does not by itself
     return found
 
 

@@ -112,6 +112,8 @@ class LinearsPass:
     def __init__(self, modules: list[Any], tokens: int, like: LinearsPass | None = None) -> None:
         self.modules = modules
         self.keeping = ExitStack()
+        self.inputs: list[torch.Tensor]
+        self.grads: list[torch.Tensor]
         if like is not None:
             self.inputs, self.grads = like.inputs, like.grads
             return
@@ -150,8 +152,8 @@ def linears(model: Any) -> list[Any]:
     """
     layer = model.decoder.layers[0]
     attention, mlp = layer.self_attention, layer.mlp
-    places = ((attention, "linear_qkv"), (attention, "linear_proj"))
-    places += ((mlp, "linear_fc1"), (mlp, "linear_fc2"))
+    places = [(attention, "linear_qkv"), (attention, "linear_proj")]
+    places += [(mlp, "linear_fc1"), (mlp, "linear_fc2")]
     if not all(hasattr(owner, name) for owner, name in places):
         raise UnsupportedError(
             "The first layer has experts or latent attention, so its linear layers are not timed "

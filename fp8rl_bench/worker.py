@@ -44,9 +44,8 @@ class Row:
 
 
 def sentence(error: BaseException) -> str:
-    """Return the first line of an error, with its kind."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """Return the beginning of an error in one line, with its kind."""
+    text = ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " .."
 
 

@@ -100,7 +100,7 @@ def test_a_part_that_fails_becomes_a_sentence(tmp_path: Path) -> None:
             raise ValueError("no\nluck")
     assert (tmp_path / "events").read_text() == "starts\nruns\n"
     found = json.loads((tmp_path / "row.json").read_text())
-    assert found == {"failed": {"speed": "ValueError: no"}, "start_seconds": 1.0}
+    assert found == {"failed": {"speed": "ValueError: no luck"}, "start_seconds": 1.0}
     assert sentence(KeyError()) == "KeyError" and len(sentence(ValueError("x" * 999))) < 260
 
 
