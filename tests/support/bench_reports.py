@@ -45,7 +45,7 @@ def report(
         "training": {
             "failed": {},
             "tokens": 8192,
-            "layer": {"BF16": layer[0], "fp8rl": layer[1]},
+            "layer": {"BF16": layer[0], "fp8rl": layer[1] / 2, "fp8rl, FP8 K and V": layer[1]},
             "trainer": found,
             "bf16_trainer": found,
         },
