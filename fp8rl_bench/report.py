@@ -99,6 +99,10 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each thing to know: what is emulated, random, or was not measured."""
     found = [EMULATED] if report["device"] == "CPU" else []
     found += [RANDOM] if report["random"] else []
+    counts = [each["tokens"] for each in report["training"].get("trainer", {}).values()]
+    found += (
+        [f"Each KL to the trainer is a mean of {min(counts):,} tokens or more."] if counts else []
+    )
     every = {**report["variants"], "trainer": report["training"]}
     found += [
         f"{VARIANTS.get(name, 'trainer')}, {part}: {why}"

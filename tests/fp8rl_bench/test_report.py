@@ -51,8 +51,7 @@ def test_the_page_is_whole_and_has_three_plots_of_what_was_measured(tmp_path: Pa
     assert "BF16: 70.00 GiB (16.00 weights)" in memory
     assert "fp8rl, FP8 cache: 2.7e-02" in kl
     assert max(page.widths) == 346 and len(page.widths) == 15
-    assert page.widths[1] / page.widths[2] == 1.36 / 1.7 or 0 < page.widths[0] < 346
-    for text in ("Do <this>.", "9.8.7", "trained weights", "599" if False else "9 min 59 s"):
+    for text in ("Do <this>.", "9.8.7", "trained weights", "9 min 59 s", "mean of 30,000 tokens"):
         assert text in page.text
 
 

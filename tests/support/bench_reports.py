@@ -31,7 +31,11 @@ def report(
         for name, speed in speeds.items()
     }
     found = {
-        name: {"kl_k3": value, "token_mult_prob_error": (errors or {}).get(name, 1.05)}
+        name: {
+            "tokens": 30_000,
+            "kl_k3": value,
+            "token_mult_prob_error": (errors or {}).get(name, 1.05),
+        }
         for name, value in ({} if random else kl).items()
     }
     return {
