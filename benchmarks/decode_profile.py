@@ -17,7 +17,8 @@ from typing import Any
 
 from fp8rl.models.sizes import Sizes
 from fp8rl.models.spec import ModelSpec
-from fp8rl.recipe import KVDtype
+from fp8rl_bench.rollouts import prompts
+from fp8rl_bench.variants import cache_of
 
 PARTS = {  # a kernel belongs to the first part with a pattern that is in its name
     "attention": (
@@ -82,12 +83,6 @@ def weight_sizes(model: Any) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def cache_of(variant: str) -> KVDtype:
-    """Return the dtype of the KV cache of one of ``rollout.py``'s variants, by its end."""
-    ends: dict[str, KVDtype] = {"kv": "fp8_e4m3", "int8": "int8_per_token_head"}
-    return ends.get(variant.partition("-")[2], "auto")
-
-
 def bounds(
     shape: Mapping[str, Any],
     variant: str,
@@ -116,20 +111,6 @@ def bounds(
         "experts": sizes["experts"][0] / bandwidth * 1e6,
         "flops_us": flops * (2 if variant == "bf16" else 1) / PEAK_FP8 * 1e6,
     }
-
-
-def prompts(count: int, length: int, samples: int = 1) -> list[dict[str, list[int]]]:
-    """Return prompts, the same in every run.
-
-    Args:
-        count: number of prompts.
-        length: tokens of each.
-        samples: how many neighbours are equal.
-    """
-    return [
-        {"prompt_token_ids": [(i // samples * 7919 + j * 104729) % 150000 for j in range(length)]}
-        for i in range(count)
-    ]
 
 
 def profile_decode(

@@ -27,28 +27,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from facts import versions
 from safetensors.torch import load_file
 
 from fp8rl import Recipe
-from fp8rl.mismatch import mismatch_metrics
-
-SUBJECTS = (
-    *("the tides", "prime numbers", "a lighthouse keeper", "photosynthesis"),
-    *("compound interest", "old maps", "bees", "a violin maker"),
-    *("bread", "winter", "a rescue at sea", "computers"),
-    *("volcanoes", "friendship", "the moon", "rivers"),
-)
-TASKS = (
-    "Explain {} in a few sentences.",
-    "Write a short story about {}.",
-    "List five facts about {}.",
-    "Argue for or against {}.",
-    "Teach a child about {}.",
-    "Write a poem on {}.",
-    "Summarize what is known of {}.",
-    "Describe a day with {}.",
-)
+from fp8rl_bench.answers import PROMPTS, chat_ids, compared
+from fp8rl_bench.facts import versions
 
 
 def main() -> None:
@@ -124,7 +107,7 @@ def sample(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     from vllm_fp8rl.refit import refit
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    prompts = [_ids(tokenizer, task.format(subject)) for task in TASKS for subject in SUBJECTS]
+    prompts = [chat_ids(tokenizer, prompt) for prompt in PROMPTS]
     if options.random_prompts:
         make = torch.Generator().manual_seed(0)
         lengths = torch.randint(20, 60, (len(prompts),), generator=make).tolist()
@@ -218,12 +201,6 @@ def _watch(worker: Any, folder: str) -> None:
         module.register_forward_hook(lambda *call, name=name: write(name, call[-1]))
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    message = [{"role": "user", "content": text}]
-    ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True)
-    return list(ids["input_ids"] if hasattr(ids, "keys") else ids)
-
-
 def moved(model: Path, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the checkpoint's tensors, moved a little by a seed as an optimizer would."""
     make = torch.Generator().manual_seed(seed)
@@ -241,22 +218,20 @@ def score(
     """Score the sampled tokens with Megatron; yield what each run shows."""
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron_common import build, single_process
 
     from fp8rl.kernels.vocabulary import shared_token_logprobs
+    from fp8rl_bench.layers import build, shape_of
     from megatron_fp8rl import convert
     from megatron_fp8rl.export import load_hf
     from megatron_fp8rl.kv.cache import KVCacheInTraining
+    from megatron_fp8rl.testing.exact_replay import alone
     from megatron_fp8rl.testing.local_spec import completed_local_spec
 
     config = json.loads((options.model / "config.json").read_text())
-    scaling = config.pop("rope_scaling", None) or {}
-    config.setdefault("rope_parameters", {"rope_theta": config.get("rope_theta"), **scaling})
-    config.setdefault("initializer_range", 0.02)
     make = build if options.spec == "local" else _te_model
-    world = single_process() if options.tp == 1 else _rank_of(options.tp)
+    world = alone("cuda") if options.tp == 1 else _rank_of(options.tp)
     with world, completed_local_spec(), torch.no_grad():
-        model = make(SimpleNamespace(**config), sequence_parallel=options.sp)
+        model = make(shape_of(config), sequence_parallel=options.sp)
         group = parallel_state.get_tensor_model_parallel_group()
 
         def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -289,7 +264,7 @@ def score(
                 logits = model(padded(ids), padded(places), None)[0]
                 rows = logits[len(prompt) - 1 : len(ids) - 1].contiguous()
                 alone.append(token_logprobs(rows, ids[len(prompt) :]))
-            row = {"preempted": run["preempted"], **_compared(run["logprobs"], alone)}
+            row = {"preempted": run["preempted"], **compared(run["logprobs"], alone)}
             if recipe.exact:
                 lengths = torch.tensor([0, *map(len, tokens)]).cumsum(0).int().cuda()
                 longest = max(map(len, tokens))
@@ -308,7 +283,7 @@ def score(
                     for a, b, p in zip(lengths[:-1], lengths[1:], run["prompts"], strict=True)
                 ]
                 chosen = [token_logprobs(logits[r], ids[r + 1]) for r in rows]
-                row["packed_equal"] = _compared(run["logprobs"], chosen)["equal"]
+                row["packed_equal"] = compared(run["logprobs"], chosen)["equal"]
             yield name, row
 
 
@@ -375,18 +350,6 @@ def _te_model(shape: SimpleNamespace, **overrides: Any) -> Any:
         **overrides,
     }
     return build_gpt(shape, transformer_layer_spec=spec, **options).cuda()
-
-
-def _compared(rollout: list[list[float]], trainer: list[torch.Tensor]) -> dict[str, Any]:
-    theirs, ours = torch.tensor(list(chain(*rollout))), torch.cat(trainer)
-    metrics = mismatch_metrics(theirs[None], ours[None], torch.ones(1, len(ours)))
-    return {
-        "tokens": len(ours),
-        "equal": (ours == theirs).double().mean().item(),
-        "kl_k3": metrics.kl_k3,
-        "token_mult_prob_error": metrics.token_mult_prob_error,
-        "largest_difference": (ours - theirs).abs().max().item(),
-    }
 
 
 if __name__ == "__main__":

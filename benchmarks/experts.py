@@ -22,14 +22,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from facts import versions
-from megatron_common import enqueue_ms, interleaved, profiled
+from megatron_common import enqueue_ms, profiled
 from rich.console import Console
 from rich.table import Table
 
 from fp8rl import PluginManager
 from fp8rl.gemm import BackendChoice
 from fp8rl.numerics import LastExpertRows
+from fp8rl_bench.facts import versions
+from fp8rl_bench.layers import interleaved
 from megatron_fp8rl.export.layout import plain_layout
 from megatron_fp8rl.layers.grouped import grouped_linear
 from megatron_fp8rl.layers.linear import Fp8State

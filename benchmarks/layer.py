@@ -19,20 +19,21 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from facts import versions
-from megatron_common import QWEN3_8B, build, interleaved, profiled, single_process
+from megatron_common import QWEN3_8B, profiled
 from rich.console import Console
 from rich.table import Table
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_operand
+from fp8rl_bench.facts import versions
+from fp8rl_bench.layers import LayerPass, build, interleaved
+from fp8rl_bench.trainer import LAYERS as FORWARD
 from megatron_fp8rl import convert
 from megatron_fp8rl.kv.cache import KVCacheInTraining
-from megatron_fp8rl.layers.linear import Fp8Linear
+from megatron_fp8rl.testing.exact_replay import alone
 
 GPU = torch.device("cuda")
 LABELS = (
@@ -45,38 +46,6 @@ LABELS = (
     "fp8rl, main_grad",
     "fp8rl, SwiGLU apart, main_grad",
 )
-FORWARD = ("BF16", "fp8rl", "fp8rl, FP8 K and V", "fp8rl, exact")
-"""Timed without gradients too."""
-
-
-class Pass:
-    """Forward and backward of one layer."""
-
-    def __init__(self, model: Any, tokens: int, sequence: int, main_grad: bool) -> None:
-        self.layer = model.decoder.layers[0]
-        self.rotary = model.rotary_pos_emb(sequence)
-        shape = (sequence, tokens // sequence, QWEN3_8B.hidden_size)
-        self.x = torch.randn(shape, device=GPU, dtype=torch.bfloat16).requires_grad_()
-        self.grad = torch.randn(shape, device=GPU, dtype=torch.bfloat16) * 1e-3
-        self.main_grad = main_grad
-        for module in self.layer.modules() if main_grad else ():
-            if hasattr(module, "gradient_accumulation_fusion"):
-                module.gradient_accumulation_fusion = isinstance(module, Fp8Linear)
-        for parameter in self.layer.parameters() if main_grad else ():
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-
-    def forward(self) -> None:
-        with torch.no_grad():
-            self.layer(self.x, attention_mask=None, rotary_pos_emb=self.rotary)
-
-    def __call__(self) -> None:
-        y, _ = self.layer(self.x, attention_mask=None, rotary_pos_emb=self.rotary)
-        y.backward(self.grad)
-        self.x.grad = None
-        for parameter in self.layer.parameters():
-            if self.main_grad and parameter.grad is not None:
-                parameter.main_grad.add_(parameter.grad)
-            parameter.grad = None
 
 
 def norm_calls(tokens: int) -> dict[str, Callable[[], object]]:
@@ -102,7 +71,7 @@ def main() -> None:
     options = parser.parse_args()
 
     calls, peaks = {}, {}
-    with single_process():
+    with alone("cuda"):
         torch.manual_seed(0)
         for label in LABELS:
             model = build(QWEN3_8B)
@@ -113,7 +82,7 @@ def main() -> None:
                 model.decoder.layers[0].mlp.give_back()
             if "K and V" in label or "exact" in label:
                 KVCacheInTraining(model).set(dict.fromkeys(scale_names(1), 0.02))
-            call = Pass(model, options.tokens, options.sequence, "main_grad" in label)
+            call = LayerPass(model, options.tokens, options.sequence, "main_grad" in label)
             call()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -122,8 +91,8 @@ def main() -> None:
             peaks[label] = torch.cuda.max_memory_allocated() - before
             calls[label] = call
         medians = interleaved(calls, options.rounds, 3)
-        alone = {label: calls[label].forward for label in FORWARD}
-        forwards = interleaved(alone, options.rounds, 3)
+        forward = {label: calls[label].forward for label in FORWARD}
+        forwards = interleaved(forward, options.rounds, 3)
         norms = interleaved(norm_calls(options.tokens), options.rounds, 3)
         if options.profile:
             for label in ("BF16", "fp8rl", "fp8rl, exact"):

@@ -12,15 +12,13 @@ by kernel of one pass.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from facts import versions
-from megatron_common import PEAK_TFLOPS, QWEN3_8B, build, interleaved, profiled, single_process
+from megatron_common import PEAK_TFLOPS, QWEN3_8B, profiled
 from profiles import cold_ms, copy_bandwidth
 from rich.console import Console
 from rich.table import Table
@@ -29,8 +27,10 @@ from fp8rl import PluginManager, Recipe
 from fp8rl.gemm import GemmShape
 from fp8rl.gemm.table import DIRECTIONS
 from fp8rl.numerics import quantize_operand, quantize_weight
+from fp8rl_bench.facts import versions
+from fp8rl_bench.layers import LinearsPass, build, interleaved, linears
 from megatron_fp8rl import convert
-from megatron_fp8rl.layers.linear import Fp8Linear
+from megatron_fp8rl.testing.exact_replay import alone
 
 GPU = torch.device("cuda")
 SHAPES = {  # out and in features
@@ -39,51 +39,6 @@ SHAPES = {  # out and in features
     "gate_up": (24576, 4096),
     "down": (4096, 12288),
 }
-
-
-class Pass:
-    """Forward and backward of the four linears, each with an input and a gradient of its own."""
-
-    def __init__(self, modules: list[Any], tokens: int, like: Pass | None = None) -> None:
-        self.modules = modules
-        self.keeping = contextlib.ExitStack()
-        if like is not None:
-            self.inputs, self.grads = like.inputs, like.grads
-            return
-        shapes = list(SHAPES.values())
-        self.inputs = [
-            torch.randn(tokens, 1, k, device=GPU, dtype=torch.bfloat16).requires_grad_()
-            for _, k in shapes
-        ]
-        self.grads = [
-            torch.randn(tokens, 1, n, device=GPU, dtype=torch.bfloat16) * 1e-3 for n, _ in shapes
-        ]
-
-    def accumulate(self) -> Pass:
-        """Add weight gradients to a float32 ``main_grad``, as under megatron's DDP."""
-        for module in self.modules:
-            module.weight.main_grad = torch.zeros_like(module.weight, dtype=torch.float32)
-            module.gradient_accumulation_fusion = isinstance(module, Fp8Linear)
-        return self
-
-    def __call__(self) -> None:
-        outputs = []
-        for module, x in zip(self.modules, self.inputs, strict=True):
-            y = module(x)
-            outputs.append(y[0] if isinstance(y, tuple) else y)
-        for y, grad in reversed(list(zip(outputs, self.grads, strict=True))):
-            y.backward(grad)
-        for module, x in zip(self.modules, self.inputs, strict=True):
-            weight = module.weight
-            if weight.grad is not None and hasattr(weight, "main_grad"):
-                weight.main_grad.add_(weight.grad)  # what DDP does without apex's fused kernel
-            x.grad = weight.grad = None
-
-
-def linears(model: Any) -> list[Any]:
-    layer = model.decoder.layers[0]
-    attention, mlp = layer.self_attention, layer.mlp
-    return [attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2]
 
 
 def te_variants(tokens: int) -> dict[str, Callable[[], None]]:
@@ -109,10 +64,10 @@ def te_variants(tokens: int) -> dict[str, Callable[[], None]]:
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
             return self.module(x, is_first_microbatch=self.first)
 
-    every = Pass([First(m, True) for m in modules], tokens)
-    cached = Pass([First(m, False) for m in modules], tokens, like=every)
+    every = LinearsPass([First(m, True) for m in modules], tokens)
+    cached = LinearsPass([First(m, False) for m in modules], tokens, like=every)
 
-    def run(call: Pass) -> None:
+    def run(call: LinearsPass) -> None:
         with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
             call()
 
@@ -123,16 +78,16 @@ def te_variants(tokens: int) -> dict[str, Callable[[], None]]:
     }
 
 
-def variants(tokens: int, backends: list[str | None]) -> dict[str, Pass]:
-    bf16 = Pass(linears(build(QWEN3_8B)), tokens)
-    calls: dict[str, Pass] = {"BF16": bf16}
+def variants(tokens: int, backends: list[str | None]) -> dict[str, LinearsPass]:
+    bf16 = LinearsPass(linears(build(QWEN3_8B)), tokens)
+    calls: dict[str, LinearsPass] = {"BF16": bf16}
 
     def add(label: str, name: str | None, keep_codes: bool, accumulate: bool = False) -> None:
         model = build(QWEN3_8B)
         conversion = convert(
             model, Recipe(), plugins=PluginManager(discover=False), gemm_backend=name
         )
-        calls[label] = Pass(linears(model), tokens, like=bf16)
+        calls[label] = LinearsPass(linears(model), tokens, like=bf16)
         if keep_codes:
             calls[label].keeping.enter_context(conversion.keeping_codes())
         if accumulate:
@@ -143,7 +98,9 @@ def variants(tokens: int, backends: list[str | None]) -> dict[str, Pass]:
         if name is None:
             add("fp8rl by the table, weights cached", None, True)
             add("fp8rl by the table, weights each time, main_grad", None, False, True)
-            calls["BF16, main_grad"] = Pass(linears(build(QWEN3_8B)), tokens, bf16).accumulate()
+            calls["BF16, main_grad"] = LinearsPass(
+                linears(build(QWEN3_8B)), tokens, bf16
+            ).accumulate()
     return calls
 
 
@@ -230,7 +187,7 @@ def main() -> None:
     options = parser.parse_args()
 
     names = [None if n == "table" else n for n in options.backends.split(",")]
-    with single_process():
+    with alone("cuda"):
         torch.manual_seed(0)
         bandwidth = copy_bandwidth()
         gemms = gemm_rows(options.tokens)

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from facts import versions
+
+from fp8rl_bench.facts import versions
 
 SHAPE = {
     "vocab_size": 16384,

@@ -52,7 +52,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
-from facts import is_shared
 from long_tasks import bounds
 from nemo_rl_data import PROBLEMS, prepare
 from nemo_rl_families import RECIPES, gate
@@ -60,6 +59,8 @@ from nemo_rl_results import MEDIAN_STEPS, WARM_STEPS, is_complete, judge_of, sum
 from nemo_rl_yaml import LOGPROB_BATCH, batch_size, config, micro_batch
 from real_model import SIZES, has_shape
 from reasoning_tasks import TASKS as REASONING
+
+from fp8rl_bench.facts import is_shared
 
 VARIANTS = (
     "bf16",

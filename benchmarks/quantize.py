@@ -15,7 +15,6 @@ import json
 from pathlib import Path
 
 import torch
-from facts import versions
 from profiles import cold_ms, copy_bandwidth
 from rich.console import Console
 from rich.progress import track
@@ -24,6 +23,7 @@ from rich.table import Table
 from fp8rl.numerics import BLOCK, GROUP, Quantized, reference
 from fp8rl.numerics.triton import kv_cache as kv_cache_kernel
 from fp8rl.numerics.triton import quantize as triton_kernels
+from fp8rl_bench.facts import versions
 
 WEIGHTS = {
     "qkv_proj": (6144, 4096),

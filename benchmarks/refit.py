@@ -24,10 +24,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from facts import versions
 from processes import in_process, save
 from profiles import by_function, by_kernel
-from rollout import KV_SCALE, QWEN3_8B, engine_arguments
+from rollout import QWEN3_8B
+
+from fp8rl_bench.facts import versions
+from fp8rl_bench.variants import KV_SCALE, engine_arguments
 
 VARIANTS = ("fp8rl", "bf16", "stock")
 MIB = 1 << 20

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from facts import versions
+from fp8rl_bench.facts import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "reliability_cpu.json"

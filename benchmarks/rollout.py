@@ -40,38 +40,27 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from decode_profile import LEAST_TOKENS, cache_of, profile_decode, prompts, table
-from facts import host_loop, versions
+from decode_profile import LEAST_TOKENS, profile_decode, table
 from processes import in_process, save
 
-VARIANTS = ("bf16", "stock", "stock-kv", "stock-int8", "fp8rl", "fp8rl-kv", "fp8rl-int8")
+from fp8rl_bench.facts import host_loop, versions
+from fp8rl_bench.rollouts import (
+    Load,
+    give_scales,
+    give_weights,
+    required_shapes,
+    tokens_per_second,
+)
+from fp8rl_bench.variants import KV_SCALE, VARIANTS, engine_arguments, needs_scales
+
 QWEN3_8B: dict[str, Any] = json.loads(
     Path(__file__).with_name("shapes").joinpath("qwen3_8b.json").read_text(encoding="utf-8")
 )
-KV_SCALE = 0.05
-
-
-def engine_arguments(variant: str, keys: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What tells the variants apart; ``keys`` of the recipe are for fp8rl's."""
-    if variant == "bf16":
-        return {}
-    cache = cache_of(variant)
-    if variant.startswith("stock"):
-        described = {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
-        }
-        return {"hf_overrides": {"quantization_config": described}, "kv_cache_dtype": cache}
-    import vllm_fp8rl
-    from fp8rl import Recipe
-
-    return vllm_fp8rl.engine_args(Recipe.from_dict({**(keys or {}), "kv_cache": {"dtype": cache}}))
 
 
 def stream(model: Any, *, with_scales: bool) -> Iterator[tuple[str, Any]]:
@@ -88,42 +77,6 @@ def stream(model: Any, *, with_scales: bool) -> Iterator[tuple[str, Any]]:
             yield name, torch.tensor(KV_SCALE, device="cuda")
 
 
-def required_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every HF tensor that a refit of the model requires, by name."""
-    from vllm_fp8rl.refit.receiver.inventory import Inventory
-
-    entries = Inventory.of(model).entries.items()
-    return {name: entry.shape for name, entry in entries if entry.required}
-
-
-def give_weights(model: Any, codes: bool) -> None:
-    """Norms of 1, and with ``codes`` FP8 codes of every size.
-
-    vLLM's dummy loader leaves near nothing in norms and mostly zeros in its own FP8 layers; on such
-    activations and weights a GPU draws less power and runs faster than on a model's.
-
-    With experts the embedding is large beside what layers add to it. Else attention, which takes
-    the mean of all positions here, makes the tokens alike, and on a CPU 256 of them visit 44 of 128
-    experts in the last layers (on a GPU speeds hardly differ).
-    """
-    import torch
-
-    parameters = dict(model.named_parameters())
-    mixture = any(".experts." in name for name in parameters)
-    for name, parameter in parameters.items():
-        if name.endswith("norm.weight"):
-            parameter.data.fill_(1.0)
-        elif mixture and name.endswith("embed_tokens.weight"):
-            parameter.data.uniform_(-1, 1)
-        elif not codes:
-            continue
-        elif parameter.dtype == torch.float8_e4m3fn:
-            made = torch.empty(parameter.shape, dtype=torch.bfloat16, device=parameter.device)
-            parameter.data.copy_(made.uniform_(-448, 448))
-        elif name.endswith("weight_scale_inv"):
-            parameter.data.fill_(1e-3 / 448)
-
-
 def parse_turn(turn: str) -> tuple[int, int, Path]:
     """The parts of ``I/N:FOLDER``."""
     number, _, rest = turn.partition("/")
@@ -138,13 +91,6 @@ def wait_for_turn(number: int, count: int, place: Path) -> None:
     needed += [place / f"ended{i}" for i in range(number)]
     while not all(file.exists() for file in needed):
         time.sleep(0.2)
-
-
-def give_scales(model: Any) -> None:
-    """KV scales that fit the values of these weights."""
-    from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
-
-    set_uncalibrated_kv_scales(model, KV_SCALE)
 
 
 def measure_refits(
@@ -231,7 +177,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(options.shape))
@@ -256,28 +202,16 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     result["probe_seconds"] = sum(probes)
     result["gpu"] = torch.cuda.get_device_name()
     fp8rl = variant.startswith("fp8rl")
-    if variant == "fp8rl-kv":
+    if needs_scales(variant):
         llm.apply_model(give_scales)
     llm.apply_model(partial(give_weights, codes=variant.startswith("stock")))
 
     if options.turn:
         wait_for_turn(*options.turn)
 
-    def generate(load: tuple[int, int, int], tokens: int) -> float:
-        count, length, _ = load
-        inputs = prompts(count, length, options.samples)
-        sampling = SamplingParams(
-            max_tokens=tokens,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=0 if options.logprobs else None,
-        )
-        if options.samples > 1:  # as NeMo RL does after each refit
-            llm.reset_prefix_cache()
-        began = time.perf_counter()
-        outputs = llm.generate(inputs, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - began
-        return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
+    def generate(load: Load, tokens: int) -> float:
+        asked: Any = {"samples": options.samples, "logprobs": options.logprobs}
+        return tokens_per_second(llm, load, tokens, **asked)
 
     result["loads"] = {}
     for index, load in enumerate(options.loads):
@@ -301,7 +235,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         result |= measure_refits(
             llm,
             options.refits,
-            with_scales=variant == "fp8rl-kv",
+            with_scales=needs_scales(variant),
             profile_first=options.kernels,
         )
         if options.after:
@@ -311,7 +245,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def parse_load(text: str) -> tuple[int, int, int]:
+def parse_load(text: str) -> Load:
     count, length, tokens = (int(part) for part in text.split("x"))
     return count, length, tokens
 
@@ -349,7 +283,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=1, help="requests with the same prompt")
     parser.add_argument("--cache", type=float, help="GiB of the KV cache, in place of --memory")
     parser.add_argument("--turn", type=parse_turn, help="I/N:FOLDER, see above")
-    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=tuple(VARIANTS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.repeats = [int(text) for text in options.repeats.split(",")]
     options.loads = [parse_load(text) for text in options.loads.split(",")]

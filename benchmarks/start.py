@@ -24,9 +24,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from facts import versions
 from processes import in_process, save
-from rollout import KV_SCALE, QWEN3_8B, VARIANTS, engine_arguments
+from rollout import QWEN3_8B
+
+from fp8rl_bench.facts import versions
+from fp8rl_bench.variants import KV_SCALE, VARIANTS, engine_arguments, needs_scales
 
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR")
 MARKS = (
@@ -110,7 +112,7 @@ def run_variant(options: argparse.Namespace) -> dict[str, Any]:
         **engine_arguments(options.child),
     )
     ready = time.perf_counter()
-    if options.child == "fp8rl-kv":
+    if needs_scales(options.child):
         from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 
         worker = llm.llm_engine.model_executor.driver_worker.worker
@@ -159,7 +161,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=0.9, help="gpu_memory_utilization")
     parser.add_argument("--shape", type=json.loads, default={}, help="JSON; changes config.json")
     parser.add_argument("--out", type=Path, default=Path("start.json"))
-    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=tuple(VARIANTS), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

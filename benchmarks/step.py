@@ -34,14 +34,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from facts import versions
-from megatron_common import QWEN3_1_7B, build, interleaved, single_process
+from megatron_common import QWEN3_1_7B
 from rich.console import Console
 from rich.table import Table
 
 from fp8rl import PluginManager, Recipe
+from fp8rl_bench.facts import versions
+from fp8rl_bench.layers import build, interleaved
 from megatron_fp8rl import convert
 from megatron_fp8rl.kv.observers import QKVObserver
+from megatron_fp8rl.testing.exact_replay import alone
 
 GPU = torch.device("cuda")
 MODES = ("BF16", "fp8rl", "fp8rl, codes kept")
@@ -288,7 +290,7 @@ def main() -> None:
     shape = SimpleNamespace(**{**vars(QWEN3_1_7B), "num_hidden_layers": options.layers})
 
     rows = {}
-    with single_process():
+    with alone("cuda"):
         for mode in MODES[: 3 if options.keep else 2]:
             rows[mode] = measure(shape, options, mode)
             gc.collect()

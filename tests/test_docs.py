@@ -25,11 +25,12 @@ PAPERS = {
 }
 FOLDERS = {
     "fp8rl": "plugins/fp8rl",
+    "fp8rl_bench": "fp8rl_bench",
     **{name: name for name in ("vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext", "fp8rl_demo")},
 }
 DOTTED = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})(?:\.[A-Za-z_]\w*)+(?![\w/-])")
 PATH = re.compile(
-    r"(?<![\w./-])(?:plugins|vllm_fp8rl|megatron_fp8rl|nemo_rl_ext|fp8rl_demo|tests|benchmarks"
+    r"(?<![\w./-])(?:plugins|vllm_fp8rl|megatron_fp8rl|nemo_rl_ext|fp8rl_bench|fp8rl_demo|tests|benchmarks"
     r"|examples|recipes|tools)/[\w./-]+\.(?:py|md|yaml|json)\b"
 )
 PUBLISHED = (

@@ -17,6 +17,7 @@ PACKAGES = {
     "vllm_fp8rl": ROOT / "vllm_fp8rl",
     "megatron_fp8rl": ROOT / "megatron_fp8rl",
     "nemo_rl_ext": ROOT / "nemo_rl_ext",
+    "fp8rl_bench": ROOT / "fp8rl_bench",
     "fp8rl_demo": ROOT / "fp8rl_demo",
 }
 
@@ -63,7 +64,7 @@ def test_no_module_reaches_itself(package: str) -> None:
     require_no_circle(module_graph(package))
 
 
-@pytest.mark.parametrize("package", ["fp8rl", "vllm_fp8rl", "megatron_fp8rl", "fp8rl_demo"])
+@pytest.mark.parametrize("package", [name for name in PACKAGES if name != "nemo_rl_ext"])
 def test_no_folder_reaches_itself(package: str) -> None:
     """A module that is in no folder of the package counts as a folder."""
     graph: dict[str, set[str]] = {}
@@ -84,10 +85,11 @@ ENGINES = ("vllm", "megatron.core", "nemo_rl", "ray", "transformers")
             "megatron_fp8rl, megatron_fp8rl.hooks, megatron_fp8rl.testing.cpu_shim",
             ["megatron.core"],
         ),
+        ("fp8rl_bench.command, fp8rl_bench.rollouts, fp8rl_bench.trainer", [*ENGINES, "megatron"]),
         ("nemo_rl_ext", ["torch", "pydantic", "fp8rl"]),
         ("nemo_rl_ext.hooks", [*ENGINES, "megatron", "vllm_fp8rl", "megatron_fp8rl"]),
     ],
-    ids=["vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext", "nemo_rl_ext.hooks"],
+    ids=["vllm_fp8rl", "megatron_fp8rl", "fp8rl_bench", "nemo_rl_ext", "nemo_rl_ext.hooks"],
 )
 def test_importing_imports_no_engine(modules: str, without: list[str]) -> None:
     code = f"import json, sys, {modules}\nprint(json.dumps(sorted(sys.modules)))"

@@ -234,7 +234,8 @@ def test_engine_snippets(tmp_path: Path) -> None:
 def serve_commands() -> dict[str, list[str]]:
     """The words of each command that starts a server, in the pages, examples and docstrings."""
     texts = dict(PAGES)
-    for folder in ("examples", "plugins", "vllm_fp8rl", "nemo_rl_ext", "fp8rl_demo", "benchmarks"):
+    ours = ("plugins", "vllm_fp8rl", "nemo_rl_ext", "fp8rl_bench", "fp8rl_demo")
+    for folder in ("examples", *ours, "benchmarks"):
         texts |= {
             str(file.relative_to(ROOT)): file.read_text(encoding="utf-8")
             for file in (ROOT / folder).rglob("*.py")
@@ -501,7 +502,8 @@ def test_measured_tables_are_the_measurements():
 
 def test_names_of_ours_in_the_documents_are_in_the_code():
     """Such as the workers' methods, which are called by name from another process."""
-    folders = ("plugins", "vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext", "fp8rl_demo", "examples")
+    folders = ("plugins", "vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext", "fp8rl_bench")
+    folders += ("fp8rl_demo", "examples")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     code = " ".join(f"{file.stem} {file.read_text(encoding='utf-8')}" for file in files)
     known = set(re.findall(r"fp8rl_\w+", code))

@@ -66,7 +66,8 @@ def add_exact(app: typer.Typer, plugins: PluginManager) -> None:
             small = Path(folder, "model")
             small.mkdir()
             write_first_layers(model, layers, small)
-            request = ExactRequest(small, loaded, _prompts(prompts), Path(folder, "record.pt"))
+            texts = _PROMPTS if prompts is None else read_prompts(prompts)
+            request = ExactRequest(small, loaded, texts, Path(folder, "record.pt"))
             record(request)
             found = replay(request)
         console = Console()
@@ -86,10 +87,8 @@ def add_exact(app: typer.Typer, plugins: PluginManager) -> None:
         )
 
 
-def _prompts(file: Path | None) -> tuple[str, ...]:
-    """Lines of a file, or some prompts of our own."""
-    if file is None:
-        return _PROMPTS
+def read_prompts(file: Path) -> tuple[str, ...]:
+    """Return the lines of the file that ``--prompts`` names, without empty ones."""
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeError) as error:

@@ -1,0 +1,72 @@
+"""Prompts of real text, and how far log-probabilities of the answers lie apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SUBJECTS = (
+    *("the tides", "prime numbers", "a lighthouse keeper", "photosynthesis"),
+    *("compound interest", "old maps", "bees", "a violin maker"),
+    *("bread", "winter", "a rescue at sea", "computers"),
+    *("volcanoes", "friendship", "the moon", "rivers"),
+)
+TASKS = (
+    "Explain {} in a few sentences.",
+    "Write a short story about {}.",
+    "List five facts about {}.",
+    "Argue for or against {}.",
+    "Teach a child about {}.",
+    "Write a poem on {}.",
+    "Summarize what is known of {}.",
+    "Describe a day with {}.",
+)
+PROMPTS = tuple(task.format(subject) for task in TASKS for subject in SUBJECTS)
+LONGEST = 512
+"""Tokens of a prompt, at most."""
+
+
+def chat_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the token numbers of a prompt, in the tokenizer's chat template where it has one."""
+    if not getattr(tokenizer, "chat_template", None):
+        return list(tokenizer(text)["input_ids"])[:LONGEST]
+    message = [{"role": "user", "content": text}]
+    ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True)
+    return list(ids["input_ids"] if hasattr(ids, "keys") else ids)[:LONGEST]
+
+
+def end_ids(folder: Path, tokenizer: Any) -> list[int]:
+    """Return the token numbers that end an answer of a folder's model."""
+    named: list[Any] = [tokenizer.eos_token_id]
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        if file.is_file():
+            told = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            named += told if isinstance(told, list) else [told]
+    return sorted({token for token in named if isinstance(token, int)})
+
+
+def compared(sampled: Sequence[Any], other: Sequence[Any]) -> dict[str, float]:
+    """Return how far other log-probabilities of sampled tokens are from those of their sampler.
+
+    Args:
+        sampled: a list of numbers or a tensor for each answer, by whom it was sampled.
+        other: the same of another engine or of the trainer.
+    """
+    import torch
+
+    from fp8rl.mismatch import mismatch_metrics
+
+    theirs, ours = (
+        torch.cat([torch.as_tensor(each, dtype=torch.float32) for each in rows])
+        for rows in (sampled, other)
+    )
+    metrics = mismatch_metrics(theirs[None], ours[None], torch.ones(1, len(ours)))
+    return {
+        "tokens": len(ours),
+        "equal": (ours == theirs).double().mean().item(),
+        "kl_k3": metrics.kl_k3,
+        "token_mult_prob_error": metrics.token_mult_prob_error,
+        "largest_difference": (ours - theirs).abs().max().item(),
+    }

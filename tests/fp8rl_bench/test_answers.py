@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8rl_bench.answers import PROMPTS, chat_ids, compared, end_ids
+from fp8rl_bench.rollouts import prompts
+from fp8rl_bench.variants import VARIANTS, cache_of, engine_arguments, recipe_of
+
+
+def test_log_probabilities_are_compared_as_in_float64() -> None:
+    draw = np.random.default_rng(0)
+    sampled = [-draw.random(n).astype(np.float32) for n in (3, 5)]
+    other = [row + draw.normal(0, 0.1, len(row)).astype(np.float32) for row in sampled]
+    other[0][1] = sampled[0][1]
+    found = compared([row.tolist() for row in sampled], [row.tolist() for row in other])
+    ratio = np.concatenate(other).astype(float) - np.concatenate(sampled).astype(float)
+    assert found["tokens"] == 8 and found["equal"] == 1 / 8
+    assert found["kl_k3"] == pytest.approx(np.mean(np.exp(ratio) - 1 - ratio), rel=1e-6)
+    assert found["token_mult_prob_error"] == pytest.approx(np.mean(np.exp(abs(ratio))), rel=1e-6)
+
+
+class Tokenizer:
+    """A token for each character; its template puts 1 before and 2 behind."""
+
+    chat_template: str | None = None
+    eos_token_id = 7
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) for c in text]}
+
+    def apply_chat_template(self, message: Any, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [1, *(ord(c) for c in message[0]["content"]), 2]}
+
+
+def test_prompts_have_the_template_of_the_model() -> None:
+    tokenizer = Tokenizer()
+    assert chat_ids(tokenizer, "ab") == [97, 98] and len(chat_ids(tokenizer, "a" * 900)) == 512
+    tokenizer.chat_template = "there is one"
+    assert chat_ids(tokenizer, "ab") == [1, 97, 98, 2]
+    assert len(set(PROMPTS)) == 128
+
+
+def test_all_ends_that_a_model_names_end_an_answer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 2]}))
+    assert end_ids(tmp_path, SimpleNamespace(eos_token_id=7)) == [2, 3, 7]
+    assert end_ids(tmp_path / "none", SimpleNamespace(eos_token_id=None)) == []
+
+
+def test_prompts_of_a_load_are_within_the_vocabulary() -> None:
+    made = [prompt["prompt_token_ids"] for prompt in prompts(6, 50, samples=2, words=97)]
+    assert made[0] == made[1] != made[2] and max(map(max, made)) < 97
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_variant_has_an_engine(variant: str) -> None:
+    found = engine_arguments(variant)
+    assert found.get("kv_cache_dtype", "auto") == cache_of(variant)
+    if variant.startswith("fp8rl"):
+        recipe = recipe_of(variant, {"pins": {"first": 1}})
+        assert recipe.exact == ("exact" in variant) and recipe.pins.first == 1
+        assert found["additional_config"]["fp8rl"]["kv_cache"]["dtype"] == cache_of(variant)
+    else:
+        assert ("hf_overrides" in found) == (variant != "bf16")
+        quantized = engine_arguments(variant, trained=True).get("quantization")
+        assert quantized == (None if variant == "bf16" else "fp8_per_block")

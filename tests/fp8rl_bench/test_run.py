@@ -1,0 +1,83 @@
+"""The whole command on a CPU: both engines, on a small model with a tokenizer and on a shape."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.processes import run_code
+from support.tiny import make_checkpoint
+
+
+def bench(folder: Path, out: Path, *options: str) -> dict[str, Any]:
+    """Run the command in a process and return its JSON."""
+    done = run_code("-m", "fp8rl", "bench", folder, "--out", out, "--json", *options, timeout=900)
+    assert not done.returncode, done.stderr[-4000:]
+    assert "BF16: starts an engine" in done.stderr and (out / "report.html").is_file()
+    report = json.loads(done.stdout)
+    assert report == json.loads((out / "report.json").read_text(encoding="utf-8"))
+    return report
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("vllm")
+    pytest.importorskip("megatron.core")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", seed=0)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(512)}, unk_token="w9"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.timeout(1000)
+def test_a_trained_model_has_speeds_memory_and_kl(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("w20 w30 w40 w50\n\nw60 w70\nw80 w90 w100\n", encoding="utf-8")
+    names = ["bf16", "stock-int8", "fp8rl-kv", "fp8rl-exact"]
+    options = ("--variants", ",".join(names), "--load", "2x8x4", "--prompts", str(prompts))
+    report = bench(model, tmp_path / "out", *options)
+    rows, training = report["variants"], report["training"]
+    assert list(rows) == names and training["failed"] == {}
+    for name in ("bf16", "fp8rl-kv", "fp8rl-exact"):
+        row = rows[name]
+        assert row["failed"] == {}
+        assert row["tokens_per_second"] and row["start_seconds"] > 0 and row["cache_tokens"] > 0
+        assert 0 < row["engines"]["tokens"] <= 3 * 16
+        assert math.isfinite(row["engines"]["kl_k3"])
+        assert ("refit_seconds" in row) == (name != "bf16")
+    # An engine that cannot run says so in its own row, and the others go on.
+    assert "start" in rows["stock-int8"]["failed"]
+    # Keys and values in one byte, and matrices of which a scale is a 16,384th.
+    bf16, fp8 = rows["bf16"], rows["fp8rl-kv"]
+    assert fp8["cache_bytes_per_token"] == bf16["cache_bytes_per_token"] / 2 == 2 * 2 * 2 * 128
+    assert fp8["weight_bytes"] < bf16["weight_bytes"]
+    trainer = training["trainer"]
+    assert set(trainer) == {"bf16", "fp8rl-kv", "fp8rl-exact"} == set(training["bf16_trainer"])
+    assert trainer["fp8rl-exact"]["equal"] == 1.0 and trainer["bf16"]["kl_k3"] < 0.01
+    assert 0 < trainer["fp8rl-kv"]["kl_k3"] < training["bf16_trainer"]["fp8rl-kv"]["kl_k3"] * 2
+    for part in ("linears", "layer", "forward"):
+        assert all(ms > 0 for ms in training[part].values())
+    assert set(training["layer"]) == {"BF16", "fp8rl", "fp8rl, FP8 K and V", "fp8rl, exact"}
+    assert report["device"] == "CPU" and "CPU: FP8 is emulated" in report["advice"]
+
+
+@pytest.mark.timeout(600)
+def test_a_shape_needs_a_config_alone(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "shape"
+    folder.mkdir()
+    shutil.copy(model / "config.json", folder)
+    report = bench(folder, tmp_path / "out", "--random", "--variants", "bf16,fp8rl-kv")
+    rows, training = report["variants"], report["training"]
+    assert [row["failed"] for row in rows.values()] == [{}, {}] and training["failed"] == {}
+    assert "engines" not in rows["bf16"] and "trainer" not in training
+    assert rows["fp8rl-kv"]["refit_seconds"] and report["load"] == "4x16x8"
+    assert "Random weights" in report["advice"]
