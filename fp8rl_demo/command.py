@@ -54,9 +54,8 @@ def demo(
     from fp8rl import Recipe
     from fp8rl_demo.checkpoint import latest
     from fp8rl_demo.report import terminal_table, write_report
-    from fp8rl_demo.settings import DEMO_RECIPE, recipe_for
+    from fp8rl_demo.settings import DEMO_RECIPE, recipe_for, task_of
     from fp8rl_demo.supervisor import Stage, Supervisor
-    from fp8rl_demo.tasks import load_task
 
     console = Console()
     if find_spec("matplotlib") is None:
@@ -64,7 +63,7 @@ def demo(
     gpu = torch.cuda.is_available()
     precisions = _precisions(compare)
     run_settings = _settings(settings, seed, model, task)
-    load_task(run_settings)  # what it refuses
+    task_of(run_settings)  # what it refuses
     base = DEMO_RECIPE if model is None else Recipe()
     base = Recipe.load(recipe) if recipe is not None else base
     recipes = {precision: recipe_for(precision, base) for precision in precisions}

@@ -22,9 +22,8 @@ from fp8rl_demo.batch import TokenBatch, make_batch
 from fp8rl_demo.events import EventWriter
 from fp8rl_demo.policy import MegatronPolicy
 from fp8rl_demo.rollout import VllmRollout
-from fp8rl_demo.settings import Precision, Settings, write_model_folder
-from fp8rl_demo.tasks import load_task, sample_batch
-from fp8rl_demo.tokenizer import tokenizer_of
+from fp8rl_demo.settings import Precision, Settings, task_of, tokenizer_of, write_model_folder
+from fp8rl_demo.tasks import sample_batch
 from fp8rl_demo.warm_start import longest_prompt, supervised_batch
 from nemo_rl_ext.grpo.advantages import group_relative_advantages
 from nemo_rl_ext.grpo.importance_sampling import Correction
@@ -67,7 +66,7 @@ class GrpoRun:
         self._folder, self._events = folder, events
         self._plugins = PluginManager()
         self._loss = GRPOLoss(GRPOConfig(), recipe.importance_sampling, self._plugins)
-        self._tokenizer, self._task = tokenizer_of(settings), load_task(settings)
+        self._tokenizer, self._task = tokenizer_of(settings), task_of(settings)
         self._length = longest_prompt(self._task, self._tokenizer) + settings.max_new_tokens
         self._seconds: dict[str, float] = {}
         self._scales: dict[str, torch.Tensor] = {}

@@ -12,6 +12,7 @@ import torch
 
 from fp8rl.models.sizes import Sizes
 from fp8rl.models.spec import ModelSpec
+from fp8rl.numerics import cdiv
 from fp8rl.plugins.hookspecs import RefitReport
 from fp8rl.recipe import Recipe
 from fp8rl_demo.settings import Settings, hf_config
@@ -89,7 +90,7 @@ class VllmRollout:
             generation_config="vllm",
             max_model_len=max(length, 32),
             max_num_seqs=sequences,
-            kv_cache_memory_bytes=max(64 << 20, each * sequences * (length + _PAGE)),
+            kv_cache_memory_bytes=max(64 << 20, each * sequences * _PAGE * cdiv(length, _PAGE)),
             seed=seed,
             logprobs_mode="raw_logprobs",
             disable_log_stats=True,

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from fp8rl.models.folder import INDEX
 from fp8rl.models.pins import Pins
 from fp8rl.recipe import KVCache, Positive, Recipe
+from fp8rl_demo.tasks import Task, load_task
+from fp8rl_demo.tokenizer import CharTokenizer, ChatTokenizer
 
 Precision = Literal["bf16", "fp8-rollout", "fp8", "exact"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -115,14 +117,25 @@ def recipe_for(precision: Precision, recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=off)
 
 
+def task_of(settings: Settings) -> Task:
+    """Return the problems of a run; see :func:`fp8rl_demo.tasks.load_task`."""
+    in_words = settings.pretrained is not None
+    return load_task(settings.task, settings.task_options, in_words=in_words)
+
+
+def tokenizer_of(settings: Settings) -> CharTokenizer | ChatTokenizer:
+    """Return the tokenizer of the model of a run."""
+    if settings.pretrained is None:
+        return CharTokenizer()
+    return ChatTokenizer(Path(settings.pretrained))
+
+
 def hf_config(settings: Settings) -> Any:
     """Return the config of the model, for transformers."""
     from transformers import AutoConfig, Qwen3Config
 
     if settings.pretrained is not None:
         return AutoConfig.from_pretrained(settings.pretrained, local_files_only=True)
-    from fp8rl_demo.tokenizer import CharTokenizer
-
     tokenizer, size = CharTokenizer(), settings.model
     return Qwen3Config(
         vocab_size=tokenizer.vocab_size,
@@ -143,8 +156,6 @@ def hf_config(settings: Settings) -> Any:
 
 def write_model_folder(settings: Settings, folder: Path) -> None:
     """Write ``config.json`` and tokenizer, which is all that ``load_format="dummy"`` needs."""
-    from fp8rl_demo.tokenizer import CharTokenizer
-
     folder.mkdir(parents=True, exist_ok=True)
     if settings.pretrained is not None:
         for file in Path(settings.pretrained).iterdir():

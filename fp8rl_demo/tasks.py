@@ -14,12 +14,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from fp8rl.errors import OptionError
-
-if TYPE_CHECKING:
-    from fp8rl_demo.settings import Settings
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -57,16 +54,21 @@ class Task:
     """Reward of a completion, in [0, 1]; 1 is right."""
 
 
-def load_task(settings: Settings) -> Task:
+def load_task(name: str, options: dict[str, Any], *, in_words: bool) -> Task:
     """Return the task of a run.
+
+    Args:
+        name: ``sums``, or a dataset of reasoning-gym.
+        options: arguments of that dataset.
+        in_words: ask for sums in words.
 
     Raises:
         OptionError: reasoning-gym is not installed, or has no such dataset.
     """
-    if settings.task != "sums":
-        return _reasoning_gym(settings.task, settings.task_options)
+    if name != "sums":
+        return _reasoning_gym(name, options)
     train, validation = load_problems("train"), load_problems("validation")
-    if settings.pretrained is None:
+    if not in_words:
         return Task(train, validation, lambda problem, text: reward(problem.answer, text))
     return Task([*map(_in_words, train)], [*map(_in_words, validation)], _last_number)
 

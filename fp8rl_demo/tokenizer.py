@@ -14,8 +14,6 @@ from fp8rl.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from fp8rl_demo.settings import Settings
-
 CHARACTERS = "0123456789+-*= "
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
@@ -146,10 +144,3 @@ class ChatTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids, without special tokens."""
         return self._hf.decode(list(ids), skip_special_tokens=True)
-
-
-def tokenizer_of(settings: Settings) -> CharTokenizer | ChatTokenizer:
-    """Return the tokenizer of the model of a run."""
-    if settings.pretrained is None:
-        return CharTokenizer()
-    return ChatTokenizer(Path(settings.pretrained))

@@ -13,8 +13,8 @@ from fp8rl_demo import checkpoint
 from fp8rl_demo.batch import TokenBatch, make_batch
 from fp8rl_demo.events import EventWriter
 from fp8rl_demo.policy import MegatronPolicy
-from fp8rl_demo.settings import DEMO_RECIPE, Settings, recipe_for, write_model_folder
-from fp8rl_demo.tasks import Problem, Task, demonstrations, load_task, sample_batch
+from fp8rl_demo.settings import DEMO_RECIPE, Settings, recipe_for, task_of, write_model_folder
+from fp8rl_demo.tasks import Problem, Task, demonstrations, sample_batch
 from fp8rl_demo.tokenizer import CharTokenizer, ChatTokenizer
 
 
@@ -66,7 +66,7 @@ def run_warm_start(settings: Settings, folder: Path, events: EventWriter) -> Pat
             return found
     events("build", 0, plan.steps)
     write_model_folder(settings, folder / "model")
-    task, tokenizer = load_task(settings), CharTokenizer()
+    task, tokenizer = task_of(settings), CharTokenizer()
     length = longest_prompt(task, tokenizer) + settings.max_new_tokens
     policy = MegatronPolicy(settings, recipe_for("bf16", DEMO_RECIPE))
     for step in range(plan.steps):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from fp8rl.errors import OptionError
 from fp8rl_demo import tasks
-from fp8rl_demo.settings import Settings
 
 
 def test_problems_are_right_and_disjoint() -> None:
@@ -63,12 +62,12 @@ def test_batches_are_a_pure_function_and_a_stream_of_epochs(
         assert set(stream[start : start + n]) == set(problems)
 
 
-def of_model(**fields: Any) -> Settings:
-    return Settings(pretrained="a folder", **fields)
+def task_of(name: str = "sums", **options: Any) -> tasks.Task:
+    return tasks.load_task(name, options, in_words=True)
 
 
 def test_sums_in_words_are_the_same_problems_and_the_last_number_counts() -> None:
-    task = tasks.load_task(of_model())
+    task = task_of()
     for plain, worded in zip(tasks.load_problems("train"), task.train, strict=True):
         expression = worded.prompt.removeprefix("What is ").partition("?")[0]
         assert expression.replace(" ", "") == plain.prompt.removesuffix("=")
@@ -80,7 +79,7 @@ def test_sums_in_words_are_the_same_problems_and_the_last_number_counts() -> Non
 
 def test_problems_of_reasoning_gym_are_scored_by_its_verifier() -> None:
     pytest.importorskip("reasoning_gym")
-    task = tasks.load_task(of_model(task="gcd", task_options={"max_value": 30}))
+    task = task_of("gcd", max_value=30)
     prompts = [p.prompt for p in (*task.train, *task.validation)]
     assert len(set(prompts)) == len(prompts)
     for problem in task.train[:50]:
@@ -90,15 +89,15 @@ def test_problems_of_reasoning_gym_are_scored_by_its_verifier() -> None:
         assert task.score(problem, problem.answer) == 0.0  # not where it was asked for
         assert task.score(problem, "<answer>0</answer>") < 1.0
     with pytest.raises(OptionError, match="cannot make 'gcd'"):
-        tasks.load_task(of_model(task="gcd", task_options={"size_of": 3}))
+        task_of("gcd", size_of=3)
     with pytest.raises(OptionError, match="cannot make 'no such task'"):
-        tasks.load_task(of_model(task="no such task"))
+        task_of("no such task")
 
 
 def test_without_reasoning_gym_its_tasks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(OptionError, match="not installed; run pip install reasoning-gym, or give"):
-        tasks.load_task(of_model(task="gcd"))
+        task_of("gcd")
 
 
 def test_seed_and_step_change_the_batch() -> None:
