@@ -22,7 +22,7 @@ DEMO_RECIPE = Recipe(pins=Pins(last=1))
 
 PRETRAINED = {
     "minibatches": 2,
-    "microbatch_size": 32,
+    "microbatch_size": 16,
     "max_new_tokens": 128,
     "learning_rate": 5e-6,
     "validation_size": 128,

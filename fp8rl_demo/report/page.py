@@ -79,10 +79,9 @@ def _lead(runs: Sequence[Run]) -> str:
                 f"<b>{escape(run.name)}</b>: reward {ends[0]:.2f} → {ends[1]:.2f} "
                 f"in {len(run.steps)} steps"
             )
-    gains = gpu_gains(runs)
-    return (
-        "; ".join(sentences) + "." + (f" {escape(gains[0].upper() + gains[1:])}." if gains else "")
-    )
+    if gains := gpu_gains(runs):
+        sentences.append(escape(gains))
+    return "; ".join(sentences) + "."
 
 
 def _summary(runs: Sequence[Run]) -> str:
@@ -153,7 +152,7 @@ def _on_a_gpu(device: str) -> str:
     lead = (
         f"{SIMULATED} On a GPU with FP8 units it is faster:"
         if device == "CPU"
-        else "Matrices of a small model are too small for FP8 to gain much; with 8B's it gains:"
+        else "The larger the matrices, the more FP8 gains; with 8B's:"
     )
     table = _table(titles, rows, kind="stack")
     return f"<section><h2>Beside a GPU</h2><p>{escape(lead)}</p>{table}</section>"
@@ -181,14 +180,9 @@ def _samples(run: Run) -> str:
     for row in [row for row in run.samples if row["step"] == first][:_MOST_SAMPLES]:
         later = after.get(row.get("prompt"), {}) if last != first else {}
         cells = [_short(row.get("prompt")), _short(row.get("answer")), _judged(row), _judged(later)]
-        rows.append(
-            "<tr>"
-            + "".join(
-                f"<td data-title='{escape(head)}'>{cell}</td>"
-                for head, cell in zip(heads, cells, strict=True)
-            )
-            + "</tr>"
-        )
+        titled = zip(heads, cells, strict=True)
+        row_cells = "".join(f"<td data-title='{head}'>{cell}</td>" for head, cell in titled)
+        rows.append(f"<tr>{row_cells}</tr>")
     head = "".join(f"<th scope='col'>{text}</th>" for text in heads)
     return (
         f"<div><h3>{escape(run.name)}</h3><table class='stack'><thead><tr>{head}</tr></thead>"

@@ -139,6 +139,7 @@ def test_a_model_of_a_folder_is_trained_with_its_own_tokenizer_and_weights(tmp_p
         "prompts_per_step": 4,
         "samples_per_prompt": 4,
         "microbatch_size": 8,
+        "compiled": False,
         "minibatches": 1,
         "max_new_tokens": 6,
         "validation_size": 2,
