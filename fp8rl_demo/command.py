@@ -59,7 +59,7 @@ def demo(
 
     console = Console()
     if find_spec("matplotlib") is None:
-        raise OptionError("The report needs matplotlib; run pip install 'fp8rl[demo]'.")
+        raise OptionError("The report needs matplotlib; run pip install matplotlib.")
     gpu = torch.cuda.is_available()
     precisions = _precisions(compare)
     run_settings = _settings(settings, seed, model, task)
