@@ -1,4 +1,4 @@
-"""``fp8rl demo``: the whole FP8 RL loop on a CPU, with the real engines."""
+"""``fp8rl demo``: the whole FP8 RL loop on one CPU or one GPU, with the real engines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import os
 import shlex
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from fp8rl.errors import OptionError, RecipeError
 
 if TYPE_CHECKING:
     from fp8rl import Recipe
+    from fp8rl_demo.settings import Settings
 
 
 def demo(
@@ -23,8 +25,12 @@ def demo(
         str | None, typer.Option(help="Recipe: a YAML or JSON file, or a JSON object.")
     ] = None,
     compare: Annotated[
-        str, typer.Option(help="Precisions to run: bf16, fp8-rollout, fp8, separated by commas.")
+        str, typer.Option(help="Precisions to run, of bf16, fp8-rollout, fp8, exact, with commas.")
     ] = "bf16,fp8",
+    model: Annotated[
+        str | None, typer.Option(help="Model to train: a folder, or a name on Hugging Face's hub.")
+    ] = None,
+    task: Annotated[str, typer.Option(help="sums, or a dataset of reasoning-gym.")] = "sums",
     out: Annotated[Path, typer.Option(help="Folder for metrics, checkpoints and report.")] = Path(
         "out/demo"
     ),
@@ -36,39 +42,51 @@ def demo(
         str | None, typer.Option(help="Settings as a JSON object, e.g. model or batch sizes.")
     ] = None,
 ) -> None:
-    """Warm-start a small Qwen3 in Megatron-Core, then GRPO with rollouts in vLLM.
+    """Train by GRPO, with rollouts in vLLM: a model of yours, or a small Qwen3 after a warm start.
 
-    Writes metrics.jsonl (one line per step), checkpoints and report.html to --out. After Ctrl-C
-    the run finishes its step and writes a checkpoint and the report; --resume continues from there.
+    It runs on the GPU where there is one. Writes metrics.jsonl (one line per step), checkpoints and
+    report.html to --out. After Ctrl-C the run finishes its step and writes a checkpoint and the
+    report; --resume continues from there.
     """
+    import torch
     from rich.console import Console
 
     from fp8rl import Recipe
     from fp8rl_demo.checkpoint import latest
     from fp8rl_demo.report import terminal_table, write_report
-    from fp8rl_demo.settings import DEMO_RECIPE, recipe_for
+    from fp8rl_demo.settings import DEMO_RECIPE, recipe_for, task_of
     from fp8rl_demo.supervisor import Stage, Supervisor
 
     console = Console()
+    if find_spec("matplotlib") is None:
+        raise OptionError("The report needs matplotlib; run pip install matplotlib.")
+    gpu = torch.cuda.is_available()
     precisions = _precisions(compare)
-    run_settings = _settings(settings, seed)
-    base = Recipe.load(recipe) if recipe is not None else DEMO_RECIPE
+    run_settings = _settings(settings, seed, model, task)
+    task_of(run_settings)  # what it refuses
+    base = DEMO_RECIPE if model is None else Recipe()
+    base = Recipe.load(recipe) if recipe is not None else base
     recipes = {precision: recipe_for(precision, base) for precision in precisions}
     for each in recipes.values():
-        _check_recipe(each, run_settings.model.num_layers)
+        _check_recipe(each, run_settings, gpu)
+    if model is None and Path("/dev/nvidiactl").exists():
+        console.print("This machine has a GPU: docs/quickstart_gpu.md trains a real model on it.")
     warm_start = out / "warm-start"
     if resume and not _has_checkpoint(out, precisions):
         raise OptionError(
             f"--resume: '{out}' has no checkpoint of {' or '.join(precisions)}; leave --resume out "
             "to start a run there, or give the --out of an earlier one."
         )
-    _make_folders(out, [] if resume else precisions, [warm_start, *(out / p for p in precisions)])
-    common = {"settings": run_settings, "warm_start": warm_start}
-    supervisor = Supervisor(console, parallel=os.cpu_count() or 1)
-    if not (resume and all(latest(out / precision) for precision in precisions)):
+    folders = [out / p for p in precisions]
+    folders += [warm_start] if model is None else []
+    _make_folders(out, [] if resume else precisions, folders)
+    common: dict[str, Any] = {"settings": run_settings, "warm_start": None}
+    supervisor = Supervisor(console, parallel=1 if gpu else os.cpu_count() or 1)
+    if model is None and not (resume and all(latest(out / precision) for precision in precisions)):
         supervisor.run([Stage("warm start", {**common, "folder": warm_start})])
     if not supervisor.interrupted:
-        common["warm_start"] = latest(warm_start) or warm_start
+        if model is None:
+            common["warm_start"] = latest(warm_start) or warm_start
         supervisor.run(
             [
                 Stage(
@@ -93,6 +111,8 @@ def demo(
         given = {
             "steps": steps,
             "compare": compare,
+            "model": model,
+            "task": task,
             "recipe": recipe,
             "seed": seed,
             "settings": settings,
@@ -102,18 +122,24 @@ def demo(
         raise typer.Exit(130)
 
 
-def _check_recipe(recipe: Recipe, num_layers: int) -> None:
-    """Raise what the engines would find wrong with a recipe, before the warm start."""
+def _check_recipe(recipe: Recipe, settings: Settings, gpu: bool) -> None:
+    """Raise what the engines would find wrong with a recipe, before anything starts."""
     from fp8rl import PluginManager
+    from fp8rl.models.folder import folder_module_names
     from fp8rl.models.spec import ModelSpec
 
-    if recipe.kv_cache.dtype == "int8_per_token_head":
+    if recipe.kv_cache.dtype == "int8_per_token_head" and not gpu:
         raise OptionError(
             "--recipe: kv_cache.dtype is int8_per_token_head, and there is no such KV cache on a "
             "CPU; set it to fp8_e4m3 or auto."
         )
     plugins = PluginManager()
-    plugins.pin_policy(recipe.pins, ModelSpec.dense(num_layers).names)
+    names = (
+        ModelSpec.dense(settings.model.num_layers).names
+        if settings.pretrained is None
+        else folder_module_names(Path(settings.pretrained))
+    )
+    plugins.pin_policy(recipe.pins, names)
     plugins.is_corrector(recipe.importance_sampling.corrector)
 
 
@@ -129,11 +155,29 @@ def _precisions(compare: str) -> list:
     return list(dict.fromkeys(names))
 
 
-def _settings(text: str | None, seed: int):
+def _model_folder(name: str) -> str:
+    """Return the folder of a model, after a download if it is a name on the hub."""
+    if Path(name).is_dir():
+        return str(Path(name).resolve())
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(
+            name, allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
+        )
+    except (OSError, ValueError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise OptionError(
+            f"--model: '{name}' is no folder, and the hub gave no such model ({why}); give a "
+            "folder."
+        ) from None
+
+
+def _settings(text: str | None, seed: int, model: str | None, task: str) -> Settings:
     from pydantic import ValidationError
 
     from fp8rl.reading import explain, parse_json
-    from fp8rl_demo.settings import Settings
+    from fp8rl_demo.settings import PRETRAINED, Settings
 
     try:
         given = parse_json(text, "--settings") if text is not None else {}
@@ -143,8 +187,21 @@ def _settings(text: str | None, seed: int):
         raise OptionError(f"--settings must be a JSON object, not {type(given).__name__}.")
     if given.get("seed", seed) != seed:
         raise OptionError("--settings has a seed; give it as --seed.")
+    for key, option in (("pretrained", "model"), ("task", "task")):
+        if key in given:
+            raise OptionError(f"--settings has '{key}'; give it as --{option}.")
+    if model is None and task != "sums":
+        raise OptionError(
+            f"--task: '{task}' needs --model; the demo's own model learns sums alone."
+        )
+    options: dict[str, Any] = {"seed": seed, "task": task}
+    if model is not None:
+        if unused := sorted({"model", "warm_start"} & set(given)):
+            raise OptionError(f"--settings: '{unused[0]}' means nothing with --model; remove it.")
+        given = {**PRETRAINED, **given}
+        options["pretrained"] = _model_folder(model)
     try:
-        return Settings.model_validate({**given, "seed": seed})
+        return Settings.model_validate({**given, **options})
     except ValidationError as error:
         raise OptionError(f"Bad settings: {explain(error, '--settings', Settings)}") from None
 

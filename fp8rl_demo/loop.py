@@ -15,16 +15,16 @@ import torch
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import CheckpointError
 from fp8rl.kv_scales import next_scales, parse_scale_name
-from fp8rl.models.folder import RECIPE_FILE
+from fp8rl.models.folder import RECIPE_FILE, folder_tensors
+from fp8rl.weight_files import WeightFile
 from fp8rl_demo import checkpoint
 from fp8rl_demo.batch import TokenBatch, make_batch
 from fp8rl_demo.events import EventWriter
 from fp8rl_demo.policy import MegatronPolicy
 from fp8rl_demo.rollout import VllmRollout
-from fp8rl_demo.settings import Precision, Settings, write_model_folder
-from fp8rl_demo.tasks import load_problems, reward, sample_batch
-from fp8rl_demo.tokenizer import CharTokenizer
-from fp8rl_demo.warm_start import sequence_length, supervised_batch
+from fp8rl_demo.settings import Precision, Settings, task_of, tokenizer_of, write_model_folder
+from fp8rl_demo.tasks import sample_batch
+from fp8rl_demo.warm_start import longest_prompt, supervised_batch
 from nemo_rl_ext.grpo.advantages import group_relative_advantages
 from nemo_rl_ext.grpo.importance_sampling import Correction
 from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss, merge_metrics
@@ -66,9 +66,8 @@ class GrpoRun:
         self._folder, self._events = folder, events
         self._plugins = PluginManager()
         self._loss = GRPOLoss(GRPOConfig(), recipe.importance_sampling, self._plugins)
-        self._tokenizer = CharTokenizer()
-        self._train, self._validation = load_problems("train"), load_problems("validation")
-        self._length = sequence_length(settings)
+        self._tokenizer, self._task = tokenizer_of(settings), task_of(settings)
+        self._length = longest_prompt(self._task, self._tokenizer) + settings.max_new_tokens
         self._seconds: dict[str, float] = {}
         self._scales: dict[str, torch.Tensor] = {}
         """KV scales in service."""
@@ -83,12 +82,12 @@ class GrpoRun:
             "settings": self._settings.model_dump(mode="json"),
         }
 
-    def run(self, steps: int, warm_start: Path, *, resume: bool) -> None:
+    def run(self, steps: int, warm_start: Path | None, *, resume: bool) -> None:
         """Train until ``steps`` steps are finished.
 
         Args:
             steps: number of GRPO steps, with those before a resume.
-            warm_start: checkpoint folder with the initial weights.
+            warm_start: checkpoint folder with the initial weights; None: the pretrained model's.
             resume: continue from the newest checkpoint in the folder, if there is one.
 
         Raises:
@@ -97,27 +96,36 @@ class GrpoRun:
         """
         self._events("start trainer", 0, steps)
         found = checkpoint.latest(self._folder) if resume else None
-        state = checkpoint.load(found, self.identity) if found else checkpoint.load(warm_start)
-        start = state.step if found else 0
+        state = checkpoint.load(found, self.identity) if found else None
+        start = state.step if state else 0
         model_folder = self._folder / "model"
         write_model_folder(self._settings, model_folder)
         recipe = json.dumps(self._recipe.to_dict())  # for fp8rl export of a checkpoint
         _write_atomically(model_folder / RECIPE_FILE, recipe)
         self._keep_lines_before(start)
         self._policy = MegatronPolicy(self._settings, self._recipe)
-        weights = {n: t for n, t in state.model.items() if parse_scale_name(n) is None}
+        model = state.model if state else _initial_weights(self._settings, warm_start)
+        weights = {n: t for n, t in model.items() if parse_scale_name(n) is None}
         self._policy.load(weights)
-        if found:
+        if state:
             self._policy.load_optimizer_state(state.trainer["optimizer"])
             self._policy.observer.load_state_dict(state.trainer["observer"])
-            self._scales = {n: t for n, t in state.model.items() if n not in weights}
+            self._scales = {n: t for n, t in model.items() if n not in weights}
         else:
             # Nothing has run before the first rollout, so it needs a calibration of its own.
-            rows = self._train[:128]
-            answers = tuple(problem.answer for problem in rows)
-            self._policy.logprobs(supervised_batch(rows, answers, self._length))
+            rows = self._task.train[: min(128, self._settings.sequences)]
+            answers = [problem.answer for problem in rows]
+            batch = supervised_batch(self._tokenizer, rows, answers, self._length)
+            self._policy.logprobs(batch)
         self._events("start engine", start, steps)
-        self._rollout = VllmRollout(self._settings, self._recipe, model_folder)
+        self._rollout = VllmRollout(
+            self._settings,
+            self._recipe,
+            model_folder,
+            stop_ids=self._tokenizer.stop_ids,
+            length=self._length,
+            seed=self._settings.seed + start,
+        )
         try:
             self._write_run_json()
             self._refit()
@@ -142,7 +150,8 @@ class GrpoRun:
             )
             note = f"reward {line['reward']:.2f}  KL {line['mismatch']['kl_k3']:.1e}"
             self._events("steps", step + 1, steps, note)
-            if last or (step + 1) % self._settings.checkpoint_every == 0:
+            every = self._settings.checkpoint_every
+            if every and (last or (step + 1) % every == 0):
                 self._save(step + 1, model_folder)
             if stop:
                 raise KeyboardInterrupt
@@ -151,14 +160,14 @@ class GrpoRun:
         settings = self._settings
         self._seconds = {}
         problems = sample_batch(
-            self._train, settings.prompts_per_step, seed=settings.seed, step=step
+            self._task.train, settings.prompts_per_step, seed=settings.seed, step=step
         )
         rows = [p for p in problems for _ in range(settings.samples_per_prompt)]
         prompts = [self._tokenizer.encode(p.prompt) for p in rows]
         with self._timed("generate"):
             samples = self._rollout.sample(prompts, _request_seeds(settings, step))
         texts = map(self._tokenizer.decode, samples.tokens)
-        rewards = torch.tensor([reward(p.answer, t) for p, t in zip(rows, texts, strict=True)])
+        rewards = torch.tensor([self._task.score(p, t) for p, t in zip(rows, texts, strict=True)])
         groups = torch.arange(len(problems)).repeat_interleave(settings.samples_per_prompt)
         advantages = group_relative_advantages(rewards, groups)
         batch = make_batch(
@@ -183,6 +192,7 @@ class GrpoRun:
             "step": step,
             "reward": rewards.mean().item(),
             "accuracy": (rewards == 1.0).float().mean().item(),
+            "tokens": sum(map(len, samples.tokens)),
             "loss": trained["loss"],
             "mismatch": {key: correction.metrics[key] for key in MISMATCH},
             "loss_metrics": {
@@ -246,13 +256,14 @@ class GrpoRun:
         self._policy.refitted(self._scales)
 
     def _validate(self, step: int) -> float:
-        problems = self._validation[: self._settings.validation_size]
+        problems = self._task.validation[: self._settings.validation_size]
         prompts = [self._tokenizer.encode(p.prompt) for p in problems]
         answers = [self._tokenizer.decode(ids) for ids in self._rollout.greedy(prompts).tokens]
-        for problem, answer in list(zip(problems, answers, strict=True))[:_SAMPLES_SHOWN]:
+        right = [self._task.score(p, a) == 1.0 for p, a in zip(problems, answers, strict=True)]
+        shown = list(zip(problems, answers, right, strict=True))[:_SAMPLES_SHOWN]
+        for problem, answer, is_right in shown:
             row = {"step": step, "prompt": problem.prompt, "answer": problem.answer}
-            self._append("samples.jsonl", {**row, "completion": answer})
-        right = [reward(p.answer, a) == 1.0 for p, a in zip(problems, answers, strict=True)]
+            self._append("samples.jsonl", {**row, "completion": answer, "right": is_right})
         accuracy = sum(right) / len(right)
         self._append("validation.jsonl", {"step": step, "accuracy": accuracy})
         return accuracy
@@ -274,6 +285,7 @@ class GrpoRun:
         rows = self._policy.conversion.policy.report()
         body = {
             **self.identity,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "versions": {
                 "vllm": vllm.__version__,
                 **{n: version(n) for n in ("fp8rl", "torch", "megatron-core", "transformers")},
@@ -314,7 +326,17 @@ class GrpoRun:
     def _timed(self, phase: str) -> Iterator[None]:
         begin = time.perf_counter()
         yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+
+def _initial_weights(settings: Settings, warm_start: Path | None) -> dict[str, torch.Tensor]:
+    if settings.pretrained is None:
+        assert warm_start is not None
+        return checkpoint.load(warm_start).model
+    files = set((folder_tensors(Path(settings.pretrained)) or {}).values())
+    return {name: t for file in sorted(files) for name, t in WeightFile(file).read()}
 
 
 def _request_seeds(settings: Settings, step: int) -> list[int]:

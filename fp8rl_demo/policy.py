@@ -1,4 +1,4 @@
-"""The trainer: real Megatron-Core in one process on a CPU."""
+"""The trainer: real Megatron-Core in one process, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -30,23 +30,27 @@ class MegatronPolicy:
         from megatron_fp8rl.kv.cache import KVCacheInTraining
         from megatron_fp8rl.kv.observers import QKVObserver
         from megatron_fp8rl.testing.cpu_shim import CpuShim
+        from megatron_fp8rl.testing.local_spec import completed_local_spec
 
-        self._shim = CpuShim()
-        self._settings = settings
-        with self._shim.active():
-            self.model, self._wrapped, self.optimizer = _build(settings)
+        gpu = torch.cuda.is_available()
+        self._active = completed_local_spec if gpu else CpuShim().active
+        self._device = torch.device("cuda" if gpu else "cpu")
+        self._settings, self._exact = settings, recipe.exact
+        with self._active():
+            self.model, self._wrapped, self.optimizer = _build(settings, self._device, self._exact)
             self.conversion = convert(self.model, recipe)
             self.observer = QKVObserver([self.model])
-            in_training = recipe.kv_cache.has_scales and recipe.kv_cache.in_training
-            self._kv_cache = KVCacheInTraining([self.model]) if in_training else None
+            cache = recipe.kv_cache
+            in_training = cache.in_training and cache.dtype != "auto"
+            self._kv_cache = KVCacheInTraining([self.model], cache.dtype) if in_training else None
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> torch.Tensor:
         """Return logprobs of ``batch.tokens[:, 1:]``, float32 ``[B, T]``; q, k, v are observed."""
         size = self._settings.microbatch_size
-        with self._shim.active():
+        with self._active():
             parts = [
-                _token_logprobs(self._wrapped, batch.tokens[start : start + size])
+                self._token_logprobs(self._wrapped, batch.tokens[start : start + size])
                 for start in range(0, len(batch), size)
             ]
         return torch.cat(parts)
@@ -71,7 +75,7 @@ class MegatronPolicy:
 
         def forward_step(rows: Iterator[slice], model: torch.nn.Module) -> tuple[Any, Callable]:
             index = next(rows)
-            logprobs = _token_logprobs(model, batch.tokens[index])
+            logprobs = self._token_logprobs(model, batch.tokens[index])
 
             def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 share = loss_fn(output, index)
@@ -80,7 +84,7 @@ class MegatronPolicy:
 
             return logprobs, loss
 
-        with self._shim.active():
+        with self._active():
             self._wrapped.zero_grad_buffer()  # type: ignore[operator]
             self.optimizer.zero_grad()
             for group in self.optimizer.param_groups:
@@ -99,7 +103,7 @@ class MegatronPolicy:
 
     def refitted(self, kv_scales: Mapping[str, torch.Tensor]) -> None:
         """Attend over K and V by the scales of the rollout that begins now."""
-        if self._kv_cache is not None:
+        if self._kv_cache is not None and self._kv_cache.has_scales:
             self._kv_cache.set(kv_scales)
 
     def clipped(self) -> dict[str, float]:
@@ -110,37 +114,48 @@ class MegatronPolicy:
         """Yield the parameters as HF-named BF16 tensors, as a refit takes them."""
         from megatron_fp8rl.export import export_hf
 
-        with self._shim.active():
+        with self._active():
             yield from export_hf([self.model])
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """Set the BF16 parameters from HF-named tensors, and the FP32 masters from those."""
         from megatron_fp8rl.export import load_hf
 
-        with self._shim.active():
-            load_hf([self.model], tensors)
+        with self._active():
+            load_hf([self.model], tensors, allow_cast=True)
             self.optimizer.reload_model_params()
             self.conversion.invalidate()
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return Megatron-Core's optimizer state: FP32 masters, Adam moments and step counts."""
-        with self._shim.active():
+        with self._active():
             return self.optimizer.state_dict()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Set masters and moments; :meth:`load` sets the BF16 parameters."""
-        with self._shim.active():
+        with self._active():
             self.optimizer.load_state_dict(state)
 
+    def _token_logprobs(self, model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logprobs of ``tokens[:, 1:]``, on the CPU, where the loss is computed."""
+        tokens = tokens.to(self._device)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
+        positions = torch.arange(inputs.shape[1], device=tokens.device).expand_as(inputs)
+        logits = model(inputs, positions, None)  # local spec: the causal mask is the default
+        if self._exact:
+            from megatron.core import parallel_state
 
-def _token_logprobs(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
-    positions = torch.arange(inputs.shape[1]).expand_as(inputs)
-    logits = model(inputs, positions, None)  # local spec: the causal mask is the default
-    return torch.log_softmax(logits.float(), -1).gather(-1, targets[..., None]).squeeze(-1)
+            from nemo_rl_ext.workers.logprobs import ExactLogprob
+
+            group = parallel_state.get_tensor_model_parallel_group()
+            return ExactLogprob.apply(logits, targets, 0, logits.shape[-1], 1024, group).cpu()
+        found = torch.log_softmax(logits.float(), -1).gather(-1, targets[..., None])
+        return found.squeeze(-1).cpu()
 
 
-def _build(settings: Settings) -> tuple[torch.nn.Module, torch.nn.Module, Any]:
+def _build(
+    settings: Settings, device: torch.device, exact: bool
+) -> tuple[torch.nn.Module, torch.nn.Module, Any]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed import finalize_model_grads as finalize
@@ -152,11 +167,22 @@ def _build(settings: Settings) -> tuple[torch.nn.Module, torch.nn.Module, Any]:
     from megatron_fp8rl.testing.cpu_shim import init_gloo
     from megatron_fp8rl.testing.models import build_gpt
 
-    init_gloo()
+    gpu = device.type == "cuda"
+    if gpu:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    else:
+        init_gloo()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(1, 1)
     model_parallel_cuda_manual_seed(settings.seed)
-    model = build_gpt(hf_config(settings), seed=settings.seed, core_attention=UnroundedAttention)
+    model = build_gpt(
+        hf_config(settings),
+        seed=settings.seed,
+        core_attention=UnroundedAttention,
+        use_cpu_initialization=not gpu,
+        bias_activation_fusion=gpu or exact,
+    ).to(device)
     config = model.config
     config.finalize_model_grads_func = finalize
     wrapped = DistributedDataParallel(

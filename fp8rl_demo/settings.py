@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from fp8rl.models.folder import INDEX
 from fp8rl.models.pins import Pins
 from fp8rl.recipe import KVCache, Positive, Recipe
+from fp8rl_demo.tasks import Task, load_task
+from fp8rl_demo.tokenizer import CharTokenizer, ChatTokenizer
 
-Precision = Literal["bf16", "fp8-rollout", "fp8"]
-PRECISIONS: tuple[Precision, ...] = ("bf16", "fp8-rollout", "fp8")
+Precision = Literal["bf16", "fp8-rollout", "fp8", "exact"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 DEMO_RECIPE = Recipe(pins=Pins(last=1))
 """The default recipe with the last decoder layer pinned to BF16."""
+
+PRETRAINED = {
+    "minibatches": 2,
+    "microbatch_size": 16,
+    "max_new_tokens": 128,
+    "learning_rate": 5e-6,
+    "validation_size": 128,
+    "checkpoint_every": 50,
+}
+"""Defaults of :class:`Settings` that differ with a model of the user."""
 
 _Count = Annotated[int, Field(ge=1)]
 _Blocks = Annotated[int, Field(ge=128, multiple_of=128)]
@@ -56,6 +70,14 @@ class Settings(_Frozen):
     """Everything that determines the results of a run, beside its recipe; stored in checkpoints."""
 
     seed: int = 0
+    pretrained: str | None = None
+    """Folder of the model; None: the demo makes one, of the size ``model``, and warm-starts it."""
+    task: str = "sums"
+    """``sums``, or a dataset of reasoning-gym."""
+    task_options: dict[str, Any] = {}
+    """Arguments of that dataset."""
+    compiled: bool = True
+    """vLLM compiles the model on a GPU, which takes a minute; FP8 gains from it."""
     model: ModelSize = ModelSize()
     warm_start: WarmStart = WarmStart()
     prompts_per_step: _Count = 32
@@ -70,7 +92,8 @@ class Settings(_Frozen):
     clip_grad: Positive = 1.0
     validation_size: _Count = 200
     validation_every: _Count = 10
-    checkpoint_every: _Count = 10
+    checkpoint_every: Annotated[int, Field(ge=0)] = 10
+    """0: no checkpoints."""
 
     @property
     def sequences(self) -> int:
@@ -79,21 +102,40 @@ class Settings(_Frozen):
 
 
 def recipe_for(precision: Precision, recipe: Recipe) -> Recipe:
-    """Return the recipe of a precision: ``recipe`` for fp8, with engines in BF16 otherwise."""
+    """Return the recipe of a precision: ``recipe`` for fp8, and changed for the others.
+
+    Raises:
+        RecipeError: ``exact`` does not go with another key.
+    """
     if precision == "fp8":
         return recipe
-    if precision == "fp8-rollout":
-        return recipe.model_copy(update={"training": False})
-    off = {"training": False, "rollout": False, "kv_cache": KVCache(dtype="auto")}
+    if precision == "exact":  # it takes no pins
+        return Recipe.from_dict({**recipe.to_dict(), "exact": True, "pins": {}})
+    off: dict[str, Any] = {"training": False, "exact": False}
+    if precision == "bf16":
+        off |= {"rollout": False, "kv_cache": KVCache(dtype="auto")}
     return recipe.model_copy(update=off)
 
 
+def task_of(settings: Settings) -> Task:
+    """Return the problems of a run; see :func:`fp8rl_demo.tasks.load_task`."""
+    in_words = settings.pretrained is not None
+    return load_task(settings.task, settings.task_options, in_words=in_words)
+
+
+def tokenizer_of(settings: Settings) -> CharTokenizer | ChatTokenizer:
+    """Return the tokenizer of the model of a run."""
+    if settings.pretrained is None:
+        return CharTokenizer()
+    return ChatTokenizer(Path(settings.pretrained))
+
+
 def hf_config(settings: Settings) -> Any:
-    """Return the ``transformers.Qwen3Config`` of the demo's model."""
-    from transformers import Qwen3Config
+    """Return the config of the model, for transformers."""
+    from transformers import AutoConfig, Qwen3Config
 
-    from fp8rl_demo.tokenizer import CharTokenizer
-
+    if settings.pretrained is not None:
+        return AutoConfig.from_pretrained(settings.pretrained, local_files_only=True)
     tokenizer, size = CharTokenizer(), settings.model
     return Qwen3Config(
         vocab_size=tokenizer.vocab_size,
@@ -114,9 +156,12 @@ def hf_config(settings: Settings) -> Any:
 
 def write_model_folder(settings: Settings, folder: Path) -> None:
     """Write ``config.json`` and tokenizer, which is all that ``load_format="dummy"`` needs."""
-    from fp8rl_demo.tokenizer import CharTokenizer
-
     folder.mkdir(parents=True, exist_ok=True)
+    if settings.pretrained is not None:
+        for file in Path(settings.pretrained).iterdir():
+            if file.suffix in (".json", ".jinja", ".txt", ".model") and file.name != INDEX:
+                shutil.copyfile(file, folder / file.name)
+        return
     config = hf_config(settings)
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(folder)

@@ -26,7 +26,7 @@ from rich.progress import (
 
 from fp8rl.errors import Fp8RLError
 from fp8rl_demo.events import read_events
-from fp8rl_demo.rollout import ENGINE_ENV
+from fp8rl_demo.rollout import engine_env
 from fp8rl_demo.worker import INTERRUPTED, Job
 
 
@@ -52,7 +52,7 @@ class Supervisor:
 
     Args:
         console: console for the progress bars.
-        parallel: number of processes at a time; each uses one core.
+        parallel: number of processes at a time.
     """
 
     def __init__(self, console: Console, parallel: int) -> None:
@@ -124,7 +124,7 @@ class Supervisor:
         with stage.log.open("a", encoding="utf-8") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "fp8rl_demo.worker", job.model_dump_json()],
-                env={**os.environ, **ENGINE_ENV},
+                env={**os.environ, **engine_env()},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

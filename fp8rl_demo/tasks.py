@@ -1,4 +1,4 @@
-"""The demo's task: arithmetic problems with one right answer, and the reward.
+"""The demo's tasks: arithmetic problems with one right answer, and those of reasoning-gym.
 
 The problems are sums and non-negative differences of a number of one or two digits and a digit:
 "37+8=", "45". All are listed and shuffled; the first rows of each kind become validation, the rest
@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from fp8rl.errors import OptionError
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -21,6 +24,9 @@ SEED = 20260801
 ONE, TWO = range(10), range(10, 100)
 HELD_OUT = (("+", ONE, 12), ("+", TWO, 88), ("-", ONE, 5), ("-", TWO, 95))
 """Operation, left numbers, and how many of these problems become validation."""
+GENERATED, VALIDATION = 2000, 200
+"""Problems of a dataset of reasoning-gym, and how many of them become validation."""
+ANSWER_IN = "\n\nGive the final answer between <answer> and </answer>."
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,71 @@ class Problem:
 
     prompt: str
     answer: str
+    entry: Any = None
+    """What the verifier of reasoning-gym reads."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Problems and their verifier."""
+
+    train: Sequence[Problem]
+    validation: Sequence[Problem]
+    score: Callable[[Problem, str], float]
+    """Reward of a completion, in [0, 1]; 1 is right."""
+
+
+def load_task(name: str, options: dict[str, Any], *, in_words: bool) -> Task:
+    """Return the task of a run.
+
+    Args:
+        name: ``sums``, or a dataset of reasoning-gym.
+        options: arguments of that dataset.
+        in_words: ask for sums in words.
+
+    Raises:
+        OptionError: reasoning-gym is not installed, or has no such dataset.
+    """
+    if name != "sums":
+        return _reasoning_gym(name, options)
+    train, validation = load_problems("train"), load_problems("validation")
+    if not in_words:
+        return Task(train, validation, lambda problem, text: reward(problem.answer, text))
+    return Task([*map(_in_words, train)], [*map(_in_words, validation)], _last_number)
+
+
+def _in_words(problem: Problem) -> Problem:
+    a, operation, b = re.split(r"([+-])", problem.prompt.removesuffix("="))
+    return replace(problem, prompt=f"What is {a} {operation} {b}? Answer with the number alone.")
+
+
+def _last_number(problem: Problem, text: str) -> float:
+    """Reward the right number at the end, whatever is written before it."""
+    return float(re.findall(r"\d+", text)[-1:] == [problem.answer])
+
+
+def _reasoning_gym(name: str, options: dict[str, Any]) -> Task:
+    try:
+        import reasoning_gym
+        from reasoning_gym.utils import extract_answer
+    except ImportError:
+        raise OptionError(
+            f"--task: '{name}' is a task of reasoning-gym, which is not installed; run pip install "
+            "reasoning-gym, or give sums."
+        ) from None
+    try:
+        data = reasoning_gym.create_dataset(name, seed=SEED, size=GENERATED, **options)
+        entries = {entry["question"]: entry for entry in data}
+    except (ValueError, TypeError, AssertionError) as error:
+        raise OptionError(f"--task: reasoning-gym cannot make '{name}' ({error}).") from None
+    problems = [Problem(q + ANSWER_IN, e["answer"], e) for q, e in entries.items()]
+    held_out = min(VALIDATION, len(problems) // 4)
+
+    def score(problem: Problem, text: str) -> float:
+        answer = extract_answer(text)
+        return data.score_answer(answer, problem.entry) if answer else 0.0
+
+    return Task(problems[held_out:], problems[:held_out], score)
 
 
 @cache

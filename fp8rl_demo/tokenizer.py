@@ -1,11 +1,15 @@
-"""A character-level tokenizer for arithmetic, in pure Python and as a Hugging Face tokenizer."""
+"""Tokenizers: of characters, for arithmetic, and of a pretrained model, with its chat template."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8rl.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -51,6 +55,15 @@ class CharTokenizer:
         ids = [self._ids[token] for token in re.findall(self.pattern, text)]
         return [self.bos_id, *ids] if add_bos else ids
 
+    def answer(self, text: str) -> list[int]:
+        """Return the token ids of a completion, with EOS."""
+        return [*self.encode(text, add_bos=False), self.eos_id]
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Tokens that end a completion."""
+        return [self.eos_id]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids, without special tokens."""
         return "".join(self._tokens[i] for i in ids if i >= len(SPECIAL))
@@ -82,3 +95,52 @@ class CharTokenizer:
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` into a model folder."""
         self.to_hf().save_pretrained(os.fspath(folder))
+
+
+class ChatTokenizer:
+    """The tokenizer of a pretrained model: prompts are questions of a user, by its chat template.
+
+    Without a template a prompt is the question alone.
+
+    Args:
+        folder: folder of the model.
+
+    Attributes:
+        pad_id: token id that fills rows.
+        stop_ids: tokens that end a completion.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._hf: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        file = folder / "generation_config.json"
+        generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        ends = generation.get("eos_token_id") or []
+        ends = ends if isinstance(ends, list) else [ends]
+        own = self._hf.eos_token_id
+        self.stop_ids: list[int] = sorted({*ends, *([] if own is None else [own])})
+        if not self.stop_ids:
+            raise ModelError(
+                f"The tokenizer in '{folder}' has no eos_token, so no answer would end; set it in "
+                "tokenizer_config.json."
+            )
+        self.pad_id: int = self.stop_ids[0] if own is None else own
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a prompt."""
+        if self._hf.chat_template is None:
+            return self._hf(text).input_ids
+        messages = [{"role": "user", "content": text}]
+        prompt = self._hf.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        return self._hf(prompt, add_special_tokens=False).input_ids
+
+    def answer(self, text: str) -> list[int]:
+        """Return the token ids of a completion, with the token that ends it."""
+        return [*self._hf(text, add_special_tokens=False).input_ids, self.pad_id]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        return self._hf.decode(list(ids), skip_special_tokens=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,30 +13,32 @@ from fp8rl_demo import checkpoint
 from fp8rl_demo.batch import TokenBatch, make_batch
 from fp8rl_demo.events import EventWriter
 from fp8rl_demo.policy import MegatronPolicy
-from fp8rl_demo.settings import DEMO_RECIPE, Settings, recipe_for, write_model_folder
-from fp8rl_demo.tasks import Problem, demonstrations, load_problems, sample_batch
-from fp8rl_demo.tokenizer import CharTokenizer
+from fp8rl_demo.settings import DEMO_RECIPE, Settings, recipe_for, task_of, write_model_folder
+from fp8rl_demo.tasks import Problem, Task, demonstrations, sample_batch
+from fp8rl_demo.tokenizer import CharTokenizer, ChatTokenizer
 
 
 def supervised_batch(
-    problems: tuple[Problem, ...], answers: tuple[str, ...], length: int
+    tokenizer: CharTokenizer | ChatTokenizer,
+    problems: Sequence[Problem],
+    answers: Sequence[str],
+    length: int,
 ) -> TokenBatch:
     """Return problems and the answers to imitate as a batch for the trainer."""
-    tokenizer = CharTokenizer()
+    prompts = [tokenizer.encode(p.prompt) for p in problems]
+    completions = map(tokenizer.answer, answers)
     return make_batch(
-        [tokenizer.encode(p.prompt) for p in problems],
-        [[*tokenizer.encode(answer, add_bos=False), tokenizer.eos_id] for answer in answers],
+        prompts,
+        [c[: length - len(p)] for p, c in zip(prompts, completions, strict=True)],
         None,
         length=length,
         pad_id=tokenizer.pad_id,
     )
 
 
-def sequence_length(settings: Settings) -> int:
-    """Return the tokens per row: those of the longest prompt plus ``max_new_tokens``."""
-    tokenizer = CharTokenizer()
-    problems = (*load_problems("train"), *load_problems("validation"))
-    return max(len(tokenizer.encode(p.prompt)) for p in problems) + settings.max_new_tokens
+def longest_prompt(task: Task, tokenizer: CharTokenizer | ChatTokenizer) -> int:
+    """Return the tokens of the longest prompt."""
+    return max(len(tokenizer.encode(p.prompt)) for p in (*task.train, *task.validation))
 
 
 def identity(settings: Settings) -> dict:
@@ -63,15 +66,15 @@ def run_warm_start(settings: Settings, folder: Path, events: EventWriter) -> Pat
             return found
     events("build", 0, plan.steps)
     write_model_folder(settings, folder / "model")
-    problems = load_problems("train")
-    length = sequence_length(settings)
+    task, tokenizer = task_of(settings), CharTokenizer()
+    length = longest_prompt(task, tokenizer) + settings.max_new_tokens
     policy = MegatronPolicy(settings, recipe_for("bf16", DEMO_RECIPE))
     for step in range(plan.steps):
         if events.stop_requested:
             raise KeyboardInterrupt
-        rows = sample_batch(problems, plan.batch_size, seed=settings.seed, step=step)
+        rows = sample_batch(task.train, plan.batch_size, seed=settings.seed, step=step)
         answers = demonstrations(rows, seed=settings.seed, step=step)
-        batch = supervised_batch(rows, answers, length)
+        batch = supervised_batch(tokenizer, rows, answers, length)
         count = batch.mask.sum()
 
         def loss(logprobs: torch.Tensor, rows: slice, batch=batch, count=count) -> torch.Tensor:

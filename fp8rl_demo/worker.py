@@ -27,7 +27,7 @@ class Job(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     settings: Settings
-    warm_start: Path
+    warm_start: Path | None
     folder: Path
     events_fd: int
     precision: Precision | None = None
@@ -58,8 +58,9 @@ def _run(job: Job, events: EventWriter) -> None:
 
     from fp8rl_demo.products import float32_products
 
-    # One thread: small GEMMs gain nothing from two, and a resumed run must repeat exactly.
-    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        # One thread: small GEMMs gain nothing from two, and a resumed run must repeat exactly.
+        torch.set_num_threads(1)
     with float32_products():
         if job.precision is None:
             from fp8rl_demo.warm_start import run_warm_start

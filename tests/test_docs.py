@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+from quickstart_notebook import FILE, notebook
 
 from fp8rl import Recipe
 
@@ -52,6 +54,8 @@ PUBLISHED = (
     "nemo_rl_ext.group_relative_advantages",
 )
 """What READMEs of this project have told people to import."""
+UPSTREAM = ("examples/run_", "examples/configs/")
+"""How paths in NeMo RL's clone begin."""
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]*))?\)")
 
@@ -113,7 +117,7 @@ def test_names_files_and_links_of_a_page_lead_somewhere(page: str) -> None:
     named = {*DOTTED.findall(text), *imported(page)}
     problems = [problem for problem in map(missing, sorted(named)) if problem]
     for path in PATH.findall(text):
-        if not path.startswith("examples/run_") and not (ROOT / path).exists():  # NeMo RL's drivers
+        if not path.startswith(UPSTREAM) and not (ROOT / path).exists():
             problems.append(path)
     for target, anchor in LINK.findall(FENCE.sub("", PAPERS[page])):
         file = (ROOT / page).parent / target if target else ROOT / page
@@ -122,6 +126,14 @@ def test_names_files_and_links_of_a_page_lead_somewhere(page: str) -> None:
         elif anchor and anchor not in heading_anchors(file.read_text(encoding="utf-8")):
             problems.append(f"{target}#{anchor}")
     assert not problems
+
+
+def test_the_notebook_of_the_quickstart_is_made_from_its_page() -> None:
+    assert FILE.read_text(encoding="utf-8") == notebook()
+    cells = json.loads(notebook())["cells"]
+    commands = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    for command in re.findall(r"^(?:fp8rl|pip|uv run) .*$", PAPERS["docs/quickstart_gpu.md"], re.M):
+        assert sum(command in source for source in commands) == 1, command
 
 
 def removed(text: str) -> set[str]:

@@ -19,8 +19,9 @@ STYLES = {
     "bf16": ("#0072B2", "-", "o"),
     "fp8-rollout": ("#E69F00", (0, (5, 1.5)), "s"),
     "fp8": ("#009E73", (0, (1.5, 1.2)), "^"),
+    "exact": ("#CC79A7", "-.", "D"),
 }
-_OTHER = [("#CC79A7", "-.", "D"), ("#56B4E9", "-", "v"), ("#D55E00", "--", "P")]
+_OTHER = [("#56B4E9", "-", "v"), ("#D55E00", "--", "P")]
 PHASE_COLOURS = ("#4477AA", "#66CCEE", "#228833", "#CCBB44", "#EE6677", "#AA3377", "#999999")
 # Placeholders, because matplotlib needs colours; the page's own replace them.
 _INK, _GRID = "#010203", "#040506"
@@ -39,8 +40,10 @@ class Plot:
     axis: str
     points: Callable[[Run], Points]
     """Finished steps and values of a run."""
-    kind: Literal["share", "smoothed share", "log", "ratio"]
+    kind: Literal["share", "smoothed share", "smoothed log", "ratio"]
     """A share begins at 0; smoothed, its steps are dots and its line is a mean over five steps."""
+    reference: bool = False
+    """A line at the mean of BF16."""
 
 
 def _validation(run: Run) -> Points:
@@ -64,11 +67,13 @@ PLOTS = (
     ),
     Plot(
         "Mismatch: KL divergence",
-        "How far vLLM's policy is from Megatron's on the sampled tokens. BF16 is not zero: two "
-        "engines round in different places.",
-        "KL(rollout ‖ trainer), k3 (nats/token)",
+        "How far vLLM's policy is from Megatron's on the sampled tokens; dots are single steps, "
+        "lines the mean of five. The thin line is BF16's mean over all steps: it is not zero, "
+        "because two engines round in different places. Steps with a KL of 0 are not drawn.",
+        "KL, k3 (nats/token)",
         lambda run: run.series("mismatch", "kl_k3"),
-        "log",
+        "smoothed log",
+        reference=True,
     ),
     Plot(
         "Mismatch: probability error",
@@ -96,11 +101,14 @@ def line_plot(plot: Plot, runs: Sequence[Run]) -> str:
         for run in runs:
             colour, dashes, marker = style_of(run.name, names)
             xs, ys = plot.points(run)
-            if plot.kind == "smoothed share":
+            if plot.reference and run.name == "bf16" and ys:
+                mean = sum(ys) / len(ys)
+                axes.axhline(mean, color=colour, linewidth=0.9, alpha=0.7)
+            if plot.kind.startswith("smoothed"):
                 axes.plot(xs, ys, marker, color=colour, alpha=0.35, markersize=3, linewidth=0)
                 ys, marker = _smooth(ys), ""
             axes.plot(xs, ys, marker=marker, color=colour, linestyle=dashes, label=run.name)
-            if plot.kind == "log" and any(y > 0 for y in ys):
+            if plot.kind == "smoothed log" and any(y > 0 for y in ys):
                 axes.set_yscale("log", nonpositive="mask")
         axes.set_ylabel(plot.axis)
         if plot.kind.endswith("share"):
@@ -113,7 +121,7 @@ def line_plot(plot: Plot, runs: Sequence[Run]) -> str:
 
 
 def time_plot(runs: Sequence[Run]) -> str:
-    """Plot mean seconds per step, stacked by phase, one bar per run."""
+    """Plot median seconds of a step, stacked by phase, one bar per run."""
     phases = list(dict.fromkeys(phase for run in runs for phase in run.seconds()))
 
     def draw(axes: Axes) -> None:
@@ -128,13 +136,12 @@ def time_plot(runs: Sequence[Run]) -> str:
             axes.annotate(
                 f"{total:.2f} s", (total, y), (5, 0), textcoords="offset points", va="center"
             )
-        axes.set_xlim(0, max(left) * 1.12)
-        axes.set_xlabel("mean time of a step (s)")
+        axes.set_xlim(0, max(left) * 1.2)
+        axes.set_xlabel("median time of a step (s)")
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
 
-    height = 1.5 + 0.45 * len(runs)
-    return _svg("time", draw, size=(10.4, height), legend_columns=len(phases), steps=False)
+    return _svg("time", draw, steps=False)
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
@@ -147,8 +154,6 @@ def _svg(
     name: str,
     draw: Callable[[Axes], None],
     *,
-    size: tuple[float, float] = (5.1, 3.3),
-    legend_columns: int = 3,
     steps: bool = True,
 ) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -156,14 +161,14 @@ def _svg(
     from matplotlib.ticker import MaxNLocator
 
     with _look(name):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=(4.3, 3.0), layout="constrained")  # readable on a phone
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         draw(axes)
         if steps:
             axes.set_xlabel("finished GRPO steps")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        figure.legend(loc="outside upper left", ncols=legend_columns, frameon=False)
+        figure.legend(loc="outside upper left", ncols=3, frameon=False)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
@@ -186,7 +191,7 @@ def _look(name: str) -> Iterator[None]:
         "svg.fonttype": "none",  # keep text as text: sharp, selectable, in the page's font
         "svg.hashsalt": name,  # the same page for the same run; ids differ between plots
         "font.family": "sans-serif",
-        "font.size": 9.5,
+        "font.size": 9,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.edgecolor": _GRID,

@@ -7,11 +7,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from fp8rl.errors import Fp8RLError
 
-ORDER = ("bf16", "fp8-rollout", "fp8")
+ORDER = ("bf16", "fp8-rollout", "fp8", "exact")
 PHASES = ("generate", "logprobs", "train", "calibrate", "refit")
 _EDGE = 5
 """Number of steps over which the reward is averaged at both ends of a run: one step is noisy."""
@@ -67,16 +68,40 @@ class Run:
         first, last = rewards[:_EDGE], rewards[-_EDGE:]
         return sum(first) / len(first), sum(last) / len(last)
 
+    @property
+    def device(self) -> str:
+        """Name of the GPU, or ``CPU``."""
+        return str(self.info.get("device", "CPU"))
+
+    @property
+    def model(self) -> str | None:
+        """Name of the model's folder, or None for the demo's own model."""
+        settings = self.info.get("settings")
+        folder = settings.get("pretrained") if isinstance(settings, dict) else None
+        return Path(folder).name if isinstance(folder, str) else None
+
+    def tokens_per_second(self) -> float | None:
+        """Return the median speed of the rollouts of a step."""
+        speeds = [
+            line["tokens"] / line["seconds"]["generate"]
+            for line in self.steps
+            if _finite(line.get("tokens")) and (line.get("seconds") or {}).get("generate")
+        ]
+        return median(speeds) if speeds else None
+
     def seconds(self) -> dict[str, float]:
-        """Return mean seconds per step by phase: the five of the loop first, then any other."""
+        """Return median seconds of a step by phase: the five of the loop first, then any other.
+
+        A median, because on a GPU kernels are compiled in the first step.
+        """
         named = {p for line in self.steps for p in line.get("seconds") or {}}
         order = [p for p in PHASES if p in named] + sorted(named - set(PHASES))
-        means = {phase: self.mean("seconds", phase) for phase in order}
-        return {phase: value for phase, value in means.items() if value is not None}
+        values = {phase: self.series("seconds", phase)[1] for phase in order}
+        return {phase: median(found) for phase, found in values.items() if found}
 
 
 def load_runs(out_dir: Path) -> list[Run]:
-    """Read the runs in ``out_dir``: bf16, fp8-rollout, fp8, then others by name.
+    """Read the runs in ``out_dir``: those of ``ORDER``, then others by name.
 
     Raises:
         ReportError: ``out_dir`` is not a folder.

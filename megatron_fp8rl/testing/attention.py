@@ -1,4 +1,4 @@
-"""Causal attention without rounding between its steps, in plain torch."""
+"""Causal attention whose scores are not rounded, in plain torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class UnroundedAttention(DotProductAttention):
     """``DotProductAttention`` whose scores and probabilities stay in float32.
 
     Megatron's own rounds both to BF16. Flash attention kernels round no scores, and vLLM's CPU
-    kernel neither, so this one is closer to any rollout. It has no dropout and takes no mask: the
-    causal one is meant.
+    kernel neither, so this one is closer to any rollout. On a GPU it is torch's flash attention,
+    which rounds probabilities alone. It has no dropout and takes no mask: the causal one is meant.
     """
 
     def forward(
@@ -38,7 +38,13 @@ class UnroundedAttention(DotProductAttention):
                 "UnroundedAttention serves causal attention alone; call the model without "
                 "attention_mask and packed_seq_params."
             )
-        q, k, v = (x.permute(1, 2, 0, 3).float() for x in (query, key, value))
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if query.is_cuda:
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True
+            )
+            return out.permute(2, 0, 1, 3).flatten(2)
+        q, k, v = q.float(), k.float(), v.float()
         groups = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         scores = q @ k.transpose(-1, -2) * self.softmax_scale

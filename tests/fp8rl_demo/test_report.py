@@ -175,8 +175,33 @@ def test_samples_are_compared_first_with_last_and_escaped(tmp_path: Path) -> Non
     html = write_report(tmp_path).read_text(encoding="utf-8")
     assert "after 0 steps" in html
     assert "after 9 steps" in html
-    assert "<td class='wrong'><code>&lt;unused99&gt;</code>" in html
-    assert "<td class='right'><code>7</code>" in html
+    assert "<span class='wrong'><code>&lt;unused99&gt;</code>" in html
+    assert "<span class='right'><code>7</code>" in html
+    text = Page(html).text
+    assert "✓ right, ✗ wrong." in text and "0 of the 1 first answers" in text
+    spaced = {"step": 0, "prompt": "3+4=", "answer": "7", "completion": "7 ", "right": False}
+    (tmp_path / "fp8" / "samples.jsonl").write_text(json.dumps(spaced) + "\n")
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "7␣ ✗" in text and "✗ wrong, ␣ a space" in text and "1 of the 1 first answers" in text
+
+
+def test_a_model_on_a_gpu_is_named_and_compared_with_bf16_there(out: Path) -> None:
+    settings = {"pretrained": "/models/SmolLM2", "task": "gcd"}
+    info = {"device": "NVIDIA H100", "settings": settings, "versions": {}}
+    for name, factor in (("bf16", 1.0), ("fp8-rollout", 1.0), ("fp8", 0.5)):
+        (out / name / "run.json").write_text(json.dumps(info))
+        seconds = {phase: value * factor for phase, value in SECONDS.items()}
+        rows = [line(i, 0.5) | {"tokens": 1000, "seconds": seconds} for i in range(3)]
+        rows[0]["seconds"] = dict.fromkeys(SECONDS, 60.0)  # kernels are compiled
+        (out / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(write_report(out).read_text(encoding="utf-8"))
+    for shown in (page.text, " ".join(printed(out).split())):
+        assert "fp8-rollout: rollouts 1.00x, training 1.00x" in shown
+        assert "fp8: rollouts 2.00x, training 2.00x" in shown
+        assert "on NVIDIA H100" in shown or "on one NVIDIA H100" in shown
+        assert "500" in shown and "1,000" in shown  # tokens a second
+        assert "simulates" not in shown and "warm start" not in shown
+    assert "GRPO of SmolLM2 on 'gcd' of reasoning-gym" in page.text
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
@@ -189,6 +214,7 @@ def test_what_a_gpu_gains_stands_beside_a_cpus_times(out: Path) -> None:
     for shown in (text, " ".join(printed(out).split())):
         assert "simulates FP8" in shown
         assert "1.70x" in shown and "1.38x" in shown and "20 ms" in shown
+    assert "13,905 tokens/s (1.36x)" in text
     results = Path(__file__).parents[2]
     for figure in GPU_FIGURES:
         assert figure.source in text
@@ -206,10 +232,11 @@ def test_the_gpu_figures_are_those_of_the_measurements() -> None:
     ms = linears["milliseconds"]
     fp8 = ms["fp8rl measured choice, weights each time"]
     live = next(found for found in refit if found["variant"] == "fp8rl")
+    own = f"{speed['stock-kv']:,.0f} tokens/s ({speed['stock-kv'] / speed['bf16']:.2f}x)"
     assert [
-        (f"{speed['bf16']:,.0f} tokens/s", f"{speed['fp8rl-kv']:,.0f} tokens/s"),
-        (f"{ms['BF16']:.1f} ms", f"{fp8:.1f} ms"),
-        ("", f"{live['refit of a list']['ms_median']:.0f} ms"),
-    ] == [(figure.bf16, figure.fp8) for figure in GPU_FIGURES]
+        (f"{speed['bf16']:,.0f} tokens/s", own, f"{speed['fp8rl-kv']:,.0f} tokens/s"),
+        (f"{ms['BF16']:.1f} ms", "", f"{fp8:.1f} ms"),
+        ("", "", f"{live['refit of a list']['ms_median']:.0f} ms"),
+    ] == [(figure.bf16, figure.own, figure.fp8) for figure in GPU_FIGURES]
     gains = (speed["fp8rl-kv"] / speed["bf16"], ms["BF16"] / fp8)
     assert [figure.gain for figure in GPU_FIGURES] == [*(f"{gain:.2f}x" for gain in gains), ""]

@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.cli import build_app
 from fp8rl.errors import CheckpointError, Fp8RLError, OptionError
+from fp8rl.kv_scales import parse_scale_name
 from fp8rl_demo import checkpoint
 from fp8rl_demo.command import _resume_command
 from fp8rl_demo.events import EventWriter
@@ -28,6 +30,7 @@ from fp8rl_demo.rollout import ENGINE_ENV
 from fp8rl_demo.settings import recipe_for
 from support.cpu import attends_in_amx, kernels_round
 from support.processes import run_forked
+from support.tiny import add_chat_tokenizer, make_checkpoint
 
 SETTINGS = {
     "model": {
@@ -123,6 +126,48 @@ def test_without_an_fp8_cache_the_engines_differ_in_the_order_of_sums_alone(warm
     bound = 4e-5 if not kernels_round() else 8e-6 if attends_in_amx() else 1e-6
     for line in _lines(warm_started / "fp8" / "metrics.jsonl"):
         assert line["mismatch"]["kl_k3"] < bound, line["mismatch"]
+
+
+def test_a_model_of_a_folder_is_trained_with_its_own_tokenizer_and_weights(tmp_path: Path):
+    """Two steps from a checkpoint of transformers: each weight has moved by two steps of Adam at
+    most, the prompts are the chat template's, and with ``exact`` the engines are equal."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    folder = make_checkpoint(tmp_path / "model", 0, vocab_size=128, eos_token_id=2, **sizes)
+    add_chat_tokenizer(folder)
+    out, rate = tmp_path / "out", 1e-4
+    settings = {
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        "microbatch_size": 8,
+        "compiled": False,
+        "minibatches": 1,
+        "max_new_tokens": 6,
+        "validation_size": 2,
+        "learning_rate": rate,
+        "warmup_steps": 1,
+    }
+    options = ["--model", str(folder), "--compare", "fp8,exact", "--steps", "2"]
+    command = [sys.executable, "-m", "fp8rl", "demo", "--out", str(out), *options]
+    done = subprocess.run(
+        [*command, "--settings", json.dumps(settings)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (out / "warm-start").exists()
+    given = load_file(folder / "model.safetensors")
+    trained = checkpoint.load(out / "exact" / "step-000002").model
+    weights = {name: t for name, t in trained.items() if parse_scale_name(name) is None}
+    assert given.keys() == weights.keys()
+    for name, weight in weights.items():
+        moved = (weight.float() - given[name].float()).abs()
+        assert (moved <= 2.5 * rate + 2**-8 * given[name].float().abs()).all(), name
+    assert all(line["tokens"] <= 16 * 6 for line in _lines(out / "exact" / "metrics.jsonl"))
+    assert [line["mismatch"]["kl_k3"] for line in _lines(out / "exact" / "metrics.jsonl")] == [0, 0]
+    assert _lines(out / "fp8" / "metrics.jsonl")[0]["mismatch"]["kl_k3"] > 0
+    assert "What is " in _lines(out / "fp8" / "samples.jsonl")[0]["prompt"]
+    assert (out / "fp8" / "step-000002" / "chat_template.jinja").is_file()
 
 
 def test_a_checkpoint_is_exported_with_its_recipe_and_its_kv_scales(straight: Path, tmp_path: Path):
@@ -285,6 +330,7 @@ def test_what_goes_on_after_a_stop(tmp_path: Path):
     """A warm start that was stopped is begun again: there is nothing to resume."""
     out = tmp_path / "my run"
     given = {"steps": 40, "compare": "bf16,fp8", "recipe": None, "seed": 0, "settings": None}
+    given |= {"model": None, "task": "sums"}
     assert _resume_command(out, ["bf16", "fp8"], given) == f"fp8rl demo --out '{out}'"
     (out / "fp8" / "step-000001").mkdir(parents=True)
     assert _resume_command(out, ["bf16", "fp8"], given) == f"fp8rl demo --resume --out '{out}'"
@@ -341,6 +387,10 @@ def test_a_file_in_the_place_of_a_folder(tmp_path: Path, place: str):
         (("--settings", ""), "--settings is not valid JSON"),
         (("--settings", "{"), "--settings is not valid JSON"),
         (("--recipe", ""), "does not exist; give a path"),
+        (("--task", "gcd"), "needs --model; the demo's own model learns sums alone"),
+        (("--model", "nowhere/at all"), "'nowhere/at all' is no folder, and the hub gave no such"),
+        (("--settings", '{"task": "gcd"}'), "give it as --task"),
+        (("--compare", "exact", "--recipe", '{"kv_cache": {"in_training": false}}'), "exact needs"),
     ],
 )
 def test_bad_options_fail_before_anything_starts(tmp_path: Path, options: tuple, word: str):

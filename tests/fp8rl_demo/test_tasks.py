@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import re
+import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8rl.errors import OptionError
 from fp8rl_demo import tasks
 
 
@@ -55,6 +60,44 @@ def test_batches_are_a_pure_function_and_a_stream_of_epochs(
     stream = [p for s in range(4) for p in tasks.sample_batch(problems, size, seed=seed, step=s)]
     for start in range(0, len(stream) - n + 1, n):
         assert set(stream[start : start + n]) == set(problems)
+
+
+def task_of(name: str = "sums", **options: Any) -> tasks.Task:
+    return tasks.load_task(name, options, in_words=True)
+
+
+def test_sums_in_words_are_the_same_problems_and_the_last_number_counts() -> None:
+    task = task_of()
+    for plain, worded in zip(tasks.load_problems("train"), task.train, strict=True):
+        expression = worded.prompt.removeprefix("What is ").partition("?")[0]
+        assert expression.replace(" ", "") == plain.prompt.removesuffix("=")
+        assert worded.answer == plain.answer
+    problem = tasks.Problem("", "45")
+    texts = {"45": 1.0, "It is 45.": 1.0, "37 + 8 = 45": 1.0, "45 or 46": 0.0, "145": 0.0, "": 0.0}
+    assert {text: task.score(problem, text) for text in texts} == texts
+
+
+def test_problems_of_reasoning_gym_are_scored_by_its_verifier() -> None:
+    pytest.importorskip("reasoning_gym")
+    task = task_of("gcd", max_value=30)
+    prompts = [p.prompt for p in (*task.train, *task.validation)]
+    assert len(set(prompts)) == len(prompts)
+    for problem in task.train[:50]:
+        numbers = re.findall(r"\d+", problem.prompt.partition("\n")[0])
+        assert int(problem.answer) == math.gcd(*map(int, numbers))
+        assert task.score(problem, f"I think <answer>{problem.answer}</answer>") == 1.0
+        assert task.score(problem, problem.answer) == 0.0  # not where it was asked for
+        assert task.score(problem, "<answer>0</answer>") < 1.0
+    with pytest.raises(OptionError, match="cannot make 'gcd'"):
+        task_of("gcd", size_of=3)
+    with pytest.raises(OptionError, match="cannot make 'no such task'"):
+        task_of("no such task")
+
+
+def test_without_reasoning_gym_its_tasks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(OptionError, match="not installed; run pip install reasoning-gym, or give"):
+        task_of("gcd")
 
 
 def test_seed_and_step_change_the_batch() -> None:

@@ -271,3 +271,16 @@ def _write(model: Any, path: Path) -> Path:
             buffer.data = torch.empty(buffer.shape).uniform_(-0.1, 0.1)
     model.save_pretrained(path)
     return path
+
+
+def add_chat_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer with a token for each character, and a chat template, into a folder."""
+    from fp8rl_demo.tokenizer import CharTokenizer
+
+    class Ascii(CharTokenizer):
+        tokens = [chr(code) for code in (10, *range(32, 127))]
+
+    hf = Ascii().to_hf()
+    hf.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
+    hf.save_pretrained(folder)
+    return folder
