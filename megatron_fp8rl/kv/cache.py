@@ -22,7 +22,7 @@ from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import check_scale, parse_scale_name, require_one_name, scale_name
 from fp8rl.numerics import fake_quantize_int8_kv, fake_quantize_kv
 from fp8rl.recipe import KVDtype
-from megatron_fp8rl.compat import check_no_cuda_graphs
+from megatron_fp8rl.config_checks import check_no_cuda_graphs
 from megatron_fp8rl.export import ModelChunks, device_of, unwrap_chunks
 from megatron_fp8rl.kv.observers import core_attentions
 from megatron_fp8rl.layers.exact import ExactCore
