@@ -81,7 +81,7 @@ class Conversion:
         return MappingProxyType(self._modules)
 
     def invalidate(self) -> None:
-        """Quantize every weight anew at its next use.
+        """Quantize every weight again at its next use.
 
         This is needed only within :meth:`keeping_codes`, after a write that leaves no trace.
         """
@@ -128,7 +128,7 @@ class Conversion:
         return precision_file.save(folder, self.recipe, self.policy) if global_rank() == 0 else None
 
     def table_differences(self, folder: str | os.PathLike[str]) -> dict[str, tuple[str, str]]:
-        """Modules that run in another precision than when ``folder`` was saved.
+        """Return the modules that run in another precision than when ``folder`` was saved.
 
         Returns:
             name -> (precision then, precision now); empty for a run resumed with the same pins.

@@ -59,7 +59,7 @@ class ReplayedRoutes:
                     replay.replayed_routes = self
 
     def metrics(self, group: torch.distributed.ProcessGroup | None = None) -> dict[str, float]:
-        """Sum over all ranks by one all-reduce, which every rank must join, and start anew.
+        """Sum over all ranks by one all-reduce, and count from zero again; every rank must join.
 
         Args:
             group: process group with the ranks of this model; the world by default.

@@ -72,7 +72,7 @@ class PatchFinder:
         return None
 
     def imported(self, module: ModuleType) -> None:
-        """Apply the patches of a module that has just been executed, for the first time or anew.
+        """Apply the patches of a module that has just been executed, for the first time or again.
 
         An error waits for :func:`nemo_rl_ext.patches.upstream.require_patches`.
         """
@@ -128,7 +128,7 @@ def module_of(patch: str) -> Any:
 
 
 def installed() -> PatchFinder | None:
-    """The finder of this process, if any."""
+    """Return the finder of this process, if any."""
     return next((finder for finder in sys.meta_path if isinstance(finder, PatchFinder)), None)
 
 

@@ -238,7 +238,7 @@ def _by_canonical_name(scales: Mapping[str, Tensor | float]) -> dict[str, Tensor
 
 
 def _check_not_quantized(attentions: Mapping[int, torch.nn.Module]) -> None:
-    """Refuse a second quantization: its codes would be those of already rounded values."""
+    """Refuse a second quantization: it would make codes of values that are rounded already."""
     for layer, module in attentions.items():
         hooks = module._forward_pre_hooks.values()
         if any(isinstance(hook, _QuantizeKV) for hook in hooks) or (

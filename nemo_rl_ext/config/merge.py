@@ -324,7 +324,7 @@ def _loss(merged: _Merge, loss: Mapping[str, Any]) -> None:
 
 
 def _queues_batches(sections: Sections) -> bool:
-    """Whether a loop may train batches that were sampled before the latest refit."""
+    """Tell whether a loop may train batches that were sampled before the latest refit."""
     name = sections.driver.name
     if name == "single_controller":
         return True

@@ -230,7 +230,7 @@ def _decisions(plan: RunPlan, sections: Sections, gpus: GPUs) -> dict[str, str]:
 
 
 def _layout_problems(sections: Sections, gpus: GPUs, model: ModelSpec | None) -> list[str]:
-    """One sentence for each engine whose parallel sizes need more GPUs or layers than there are.
+    """Return a sentence for each engine with parallel sizes beyond its GPUs or layers.
 
     NeMo RL asserts the first once Ray has started. That a size divides the GPUs is left to it.
     """
