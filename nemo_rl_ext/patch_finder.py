@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PATCHES: dict[str, tuple[str, ...]] = {
     "nemo_rl.algorithms.distillation": ("config",),
     "nemo_rl.algorithms.dpo": ("config",),
-    "nemo_rl.algorithms.grpo": ("config", "batch"),
+    "nemo_rl.algorithms.grpo": ("config", "batch_correction"),
     "nemo_rl.algorithms.loss.loss_functions": ("loss",),
     "nemo_rl.algorithms.ppo": ("config",),
     "nemo_rl.algorithms.rm": ("config",),

@@ -19,7 +19,7 @@ from nemo_rl_ext.config.keys import Sections, block_path, kv_dtype
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.model_pins import check_model, model_spec
 from nemo_rl_ext.config.plan import RunPlan
-from nemo_rl_ext.config.values import SIZES, refuse_wrong_kinds
+from nemo_rl_ext.config.value_kinds import SIZES, refuse_wrong_kinds
 from nemo_rl_ext.doctor.config_file import load_run
 from nemo_rl_ext.doctor.installation import find_package, installed_package, look_at
 from nemo_rl_ext.doctor.memory import CACHES, GPUs, gpus_of, rollout_section
