@@ -75,25 +75,6 @@ def check_forward_impl() -> None:
         )
 
 
-def check_no_cuda_graphs(config: Any, reason: str, remedy: str) -> None:
-    """Refuse a model that megatron-core would run in CUDA graphs.
-
-    Args:
-        config: ``TransformerConfig`` of the model.
-        reason: what a replayed graph would do wrong, for the error.
-        remedy: what to do instead of switching graphs off.
-
-    Raises:
-        UnsupportedError: an option of the config asks for CUDA graphs.
-    """
-    for option in CUDA_GRAPHS:
-        value = getattr(config, option, None)
-        if value and value != "none":
-            raise UnsupportedError(
-                f"config.{option}={value!r}: {reason}; switch it off, or {remedy}."
-            )
-
-
 def has_transformer_engine() -> bool:
     """Tell whether megatron-core found TransformerEngine, so that its TE classes exist."""
     from megatron.core.extensions import transformer_engine
@@ -167,12 +148,6 @@ def megatron_lm_save_folder() -> str | None:
 
 GATED_DELTA_NETS = ("gated_delta_net", "gdn")
 """Names of the attention variant; the second from the commit of NeMo RL on."""
-
-
-def unknown_attention(config: Any) -> str | None:
-    """Return the name of an attention variant whose linear layers are not known here."""
-    variant = getattr(config, "experimental_attention_variant", None)
-    return None if variant in GATED_DELTA_NETS else variant
 
 
 def register_with_bridge(fp8_classes: Iterable[type]) -> None:

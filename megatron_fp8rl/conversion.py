@@ -23,6 +23,7 @@ from fp8rl.numerics import BLOCK, GROUP, LastExpertRows, Quantized
 from fp8rl.precision_report import precision_text
 from fp8rl.recipe import Pins
 from megatron_fp8rl import compat, precision_file
+from megatron_fp8rl.config_checks import check_config
 from megatron_fp8rl.export import ModelChunks, in_wrapper, path_of_adapter, unwrap_chunks
 from megatron_fp8rl.export.layout import REPLICATED
 from megatron_fp8rl.hf_names import module_names
@@ -31,7 +32,6 @@ from megatron_fp8rl.layers.linear import FP8_CLASSES, Fp8Linear, Fp8Module, Fp8S
 from megatron_fp8rl.layers.linear_modules import Site, sites, weights_of
 from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP, can_fuse
 from megatron_fp8rl.layers.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
-from megatron_fp8rl.router_replay import check_router_replay
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Conversion:
         return MappingProxyType(self._modules)
 
     def invalidate(self) -> None:
-        """Quantize every weight anew at its next use.
+        """Quantize every weight again at its next use.
 
         This is needed only within :meth:`keeping_codes`, after a write that leaves no trace.
         """
@@ -128,7 +128,7 @@ class Conversion:
         return precision_file.save(folder, self.recipe, self.policy) if global_rank() == 0 else None
 
     def table_differences(self, folder: str | os.PathLike[str]) -> dict[str, tuple[str, str]]:
-        """Modules that run in another precision than when ``folder`` was saved.
+        """Return the modules that run in another precision than when ``folder`` was saved.
 
         Returns:
             name -> (precision then, precision now); empty for a run resumed with the same pins.
@@ -217,7 +217,8 @@ def convert(
     config = chunks[0].config
     policy = plugins.pin_policy(recipe.pins, module_names(config, wrapped=wrapped))
     if recipe.training:
-        setup = _setup(config, recipe, policy, plugins, gemm_backend, wrapped=wrapped)
+        check_config(config)
+        setup = _setup(recipe, policy, plugins, gemm_backend, wrapped=wrapped)
         adopt(setup, chunks)
         (report or logger.info)(describe(setup))
     return Conversion(recipe, policy, chunks)
@@ -236,11 +237,11 @@ def prepare(config: Any, recipe: Recipe, more_pins: Pins | None = None) -> Setup
     """
     plugins = PluginManager()
     policy = plugins.pin_policy(recipe.pins.merged(more_pins or Pins()), module_names(config))
-    return _setup(config, recipe, policy, plugins)
+    check_config(config)
+    return _setup(recipe, policy, plugins)
 
 
 def _setup(
-    config: Any,
     recipe: Recipe,
     policy: PinPolicy,
     plugins: PluginManager,
@@ -248,9 +249,7 @@ def _setup(
     *,
     wrapped: bool = False,
 ) -> Setup:
-    """Check the model's config, and choose backends."""
-    compat.check_forward_impl()
-    _check_config(config)
+    """Choose GEMM backends, and gather what the modules share."""
     offered = plugins.gemm_backends()
     if recipe.exact:
         require_fp8_linears(policy)
@@ -477,36 +476,6 @@ def fp8_classes() -> dict[type, type[Fp8Linear]]:
     from megatron_fp8rl.layers.te_classes import TE_CLASSES  # needs TransformerEngine
 
     return FP8_CLASSES | TE_CLASSES
-
-
-def _check_config(config: Any) -> None:
-    refused = {
-        "fp8": "megatron's own FP8 would quantize the same layers",
-        "fp4": "megatron's own FP4 would quantize the same layers",
-        "enable_autocast": "FP8 linears have no autocast rule",
-        "delay_wgrad_compute": "FP8 linears compute weight gradients at once",
-        "tp_comm_overlap": "user buffers hold BF16 operands, FP8 linears gather codes",
-        "cache_mla_latents": "absorption takes linear_kv_up_proj out of the model",
-        "mla_down_proj_fusion": "two HF matrices in one parameter are two matrices of the rollout",
-        "heterogeneous_block_specs": "its layers differ in shape, the names of pins do not tell",
-        "moe_latent_size": "latent projections around the experts are not served",
-    }
-    remedy = "set recipe.training to false"
-    for option, reason in refused.items():
-        value = getattr(config, option, None)
-        if value:
-            raise UnsupportedError(
-                f"config.{option}={value!r}: {reason}; switch it off, or {remedy}."
-            )
-    if (variant := compat.unknown_attention(config)) is not None:
-        raise UnsupportedError(
-            f"config.experimental_attention_variant={variant!r}: its linear layers are not known; "
-            f"{remedy}."
-        )
-    compat.check_no_cuda_graphs(
-        config, "a replayed graph would go on with the codes of old weights", remedy
-    )
-    check_router_replay(config)
 
 
 def _warn_of_ragged_widths(plan: list[Site]) -> None:

@@ -44,7 +44,7 @@ def save(folder: str | os.PathLike[str], recipe: Recipe, policy: PinPolicy) -> P
 
 
 def differences(folder: str | os.PathLike[str], policy: PinPolicy) -> dict[str, tuple[str, str]]:
-    """Modules whose precision is another one than in the saved table.
+    """Return the modules whose precision is another one than in the saved table.
 
     Returns:
         name -> (precision in the file, precision now); ``absent`` for a module that one lacks.

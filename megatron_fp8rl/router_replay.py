@@ -14,31 +14,8 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from torch import Tensor
 
 from fp8rl.errors import UnsupportedError
+from megatron_fp8rl.config_checks import check_router_replay
 from megatron_fp8rl.export import ModelChunks, device_of, unwrap_chunks
-
-
-def check_router_replay(config: Any) -> None:
-    """Refuse routers that would ignore replayed routes without a word.
-
-    Args:
-        config: ``TransformerConfig``; nothing is checked unless ``moe_enable_routing_replay`` is
-            set.
-
-    Raises:
-        UnsupportedError: the router is fused or balances by Sinkhorn: neither asks RouterReplay.
-    """
-    if not getattr(config, "moe_enable_routing_replay", False):
-        return
-    reason = None
-    if config.moe_router_fusion:
-        reason = "moe_router_fusion=True: the fused kernel chooses the experts itself"
-    elif "sinkhorn" in config.moe_router_load_balancing_type:  # a name, or a list of names
-        reason = "moe_router_load_balancing_type='sinkhorn': it chooses the experts itself"
-    if reason:
-        raise UnsupportedError(
-            f"config.{reason} and would ignore the replayed routes; change it, or set "
-            "moe_enable_routing_replay to false."
-        )
 
 
 class ReplayedRoutes:
@@ -82,7 +59,7 @@ class ReplayedRoutes:
                     replay.replayed_routes = self
 
     def metrics(self, group: torch.distributed.ProcessGroup | None = None) -> dict[str, float]:
-        """Sum over all ranks by one all-reduce, which every rank must join, and start anew.
+        """Sum over all ranks by one all-reduce, and count from zero again; every rank must join.
 
         Args:
             group: process group with the ranks of this model; the world by default.

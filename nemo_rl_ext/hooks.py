@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_is_correctors() -> dict[str, Corrector]:
-    """The built-in corrector, ``is``."""
+    """Return the built-in corrector, ``is``."""
     from nemo_rl_ext.grpo.importance_sampling import correct_is
 
     return {"is": correct_is}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PATCHES: dict[str, tuple[str, ...]] = {
     "nemo_rl.algorithms.distillation": ("config",),
     "nemo_rl.algorithms.dpo": ("config",),
-    "nemo_rl.algorithms.grpo": ("config", "batch"),
+    "nemo_rl.algorithms.grpo": ("config", "batch_correction"),
     "nemo_rl.algorithms.loss.loss_functions": ("loss",),
     "nemo_rl.algorithms.ppo": ("config",),
     "nemo_rl.algorithms.rm": ("config",),
@@ -72,7 +72,7 @@ class PatchFinder:
         return None
 
     def imported(self, module: ModuleType) -> None:
-        """Apply the patches of a module that has just been executed, for the first time or anew.
+        """Apply the patches of a module that has just been executed, for the first time or again.
 
         An error waits for :func:`nemo_rl_ext.patches.upstream.require_patches`.
         """
@@ -128,7 +128,7 @@ def module_of(patch: str) -> Any:
 
 
 def installed() -> PatchFinder | None:
-    """The finder of this process, if any."""
+    """Return the finder of this process, if any."""
     return next((finder for finder in sys.meta_path if isinstance(finder, PatchFinder)), None)
 
 

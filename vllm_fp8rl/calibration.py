@@ -82,7 +82,7 @@ def _named(scales: Mapping[str, float], what: str) -> dict[str, float]:
 
 
 def lacks_kv_scales(llm: LLM) -> bool:
-    """Whether a worker has an FP8 KV cache without all the scales that generation needs."""
+    """Tell whether a worker has an FP8 KV cache without all the scales that generation needs."""
     return any(Workers(llm).call("fp8rl_missing_kv_scales"))
 
 

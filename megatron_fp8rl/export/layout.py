@@ -88,7 +88,7 @@ class RowLayout:
 
     @property
     def _hf_rows(self) -> list[int]:
-        """Rows of each part in HF's order, with those of zeros."""
+        """Rows of each part in HF's order, rows of zeros included."""
         block = BLOCK[0] if self.apart else 1
         return [cdiv(n, block) * block for n in self.part_rows.values()]
 

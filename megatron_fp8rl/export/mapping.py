@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8rl.errors import CheckpointError, UnsupportedError
-from megatron_fp8rl import compat
+from megatron_fp8rl.config_checks import unknown_attention
 from megatron_fp8rl.export.layout import (
     REPLICATED,
     RowLayout,
@@ -455,7 +455,7 @@ def _check_served(config: Any) -> None:
     hybrid = any(linear_attention_layers(config))
     centered = bool(config.layernorm_zero_centered_gamma)
     for module, unsupported, what in (
-        ("self_attention", compat.unknown_attention(config), compat.unknown_attention(config)),
+        ("self_attention", unknown_attention(config), unknown_attention(config)),
         ("self_attention", config.rotary_interleaved, "interleaved rotary embeddings"),
         ("mlp.experts", config.moe_latent_size, "latent projections"),
         ("mlp.linear_fc1", not config.gated_linear_unit, "no gate (gated_linear_unit=False)"),

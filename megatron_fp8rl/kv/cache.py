@@ -22,7 +22,7 @@ from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import check_scale, parse_scale_name, require_one_name, scale_name
 from fp8rl.numerics import fake_quantize_int8_kv, fake_quantize_kv
 from fp8rl.recipe import KVDtype
-from megatron_fp8rl.compat import check_no_cuda_graphs
+from megatron_fp8rl.config_checks import check_no_cuda_graphs
 from megatron_fp8rl.export import ModelChunks, device_of, unwrap_chunks
 from megatron_fp8rl.kv.observers import core_attentions
 from megatron_fp8rl.layers.exact import ExactCore
@@ -238,7 +238,7 @@ def _by_canonical_name(scales: Mapping[str, Tensor | float]) -> dict[str, Tensor
 
 
 def _check_not_quantized(attentions: Mapping[int, torch.nn.Module]) -> None:
-    """Refuse a second quantization: its codes would be those of already rounded values."""
+    """Refuse a second quantization: it would make codes of values that are rounded already."""
     for layer, module in attentions.items():
         hooks = module._forward_pre_hooks.values()
         if any(isinstance(hook, _QuantizeKV) for hook in hooks) or (

@@ -136,7 +136,7 @@ def build_gpt(
     core_attention: type | None = None,
     **overrides: Any,
 ) -> GPTModel:
-    """A model of a family with all parameters in ``dtype``.
+    """Return a model of a family with all parameters in ``dtype``.
 
     Tensor and pipeline sizes come from ``megatron.core.parallel_state``, which must be initialised.
     Initial weights depend on ``seed`` and, under pipeline parallelism, on the stage; load weights
@@ -217,7 +217,7 @@ def _layer_spec(config: TransformerConfig) -> Any:
 def transformer_config(
     hf_config: Any, *, dtype: torch.dtype = torch.bfloat16, **overrides: Any
 ) -> TransformerConfig:
-    """The Megatron config of :func:`build_gpt`.
+    """Return the Megatron config of :func:`build_gpt`.
 
     Raises:
         UnsupportedError: the config asks for something that this builder cannot express.
@@ -263,13 +263,13 @@ def transformer_config(
 
 
 def _width(hf_config: Any) -> int:
-    """The intermediate size of dense layers; that of experts where no layer is dense."""
+    """Return the intermediate size of dense layers; that of experts where no layer is dense."""
     width = getattr(hf_config, "intermediate_size", None)
     return int(hf_config.moe_intermediate_size if width is None else width)
 
 
 def _attention_modules(spec: ModelSpec) -> dict[str, Module]:
-    """The modules of a layer with attention, by name within the layer."""
+    """Return the modules of a layer with attention, by name within the layer."""
     layer = next(layer for layer in spec.layers if layer.mixer is spec.family.attention)
     return {module.name: module for module in layer.modules}
 

@@ -199,7 +199,7 @@ def _other_workers(recipe: Recipe, sections: Sections) -> Iterator[Rule]:
 
 
 def _backends(dtype: KVDtype) -> Iterator[Rule]:
-    """The rule of attention backends, some of which do not read a KV cache of this dtype."""
+    """Yield the rule of attention backends, some of which do not read a KV cache of this dtype."""
     served = KV_BACKENDS[dtype]
     yield (
         f"{_KWARGS}.attention_backend",

@@ -80,7 +80,7 @@ class Sections:
         return self.driver.sends_kv_scales and bool(self.megatron.get("enabled"))
 
     def trainer_can_round(self, dtype: KVDtype) -> bool:
-        """Whether the trainer can round K and V as the rollouts' cache of this dtype holds them."""
+        """Tell whether the trainer can round K and V as a rollout's cache of this dtype does."""
         if dtype == "int8_per_token_head":
             return bool(self.megatron.get("enabled"))
         return dtype == "fp8_e4m3" and self.sends_kv_scales
@@ -103,5 +103,5 @@ def kv_dtype(recipe: Recipe) -> KVDtype:
 
 
 def has_fp8_kv(recipe: Recipe) -> bool:
-    """Whether the rollouts keep their KV cache in FP8, with scales that must be sent."""
+    """Tell whether the rollouts keep their KV cache in FP8, with scales that must be sent."""
     return recipe.rollout and recipe.kv_cache.has_scales

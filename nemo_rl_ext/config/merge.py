@@ -28,7 +28,7 @@ from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.keys import Sections, block_path, has_fp8_kv, kv_dtype
 from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.config.rules import OFF, Rule, refuse
-from nemo_rl_ext.config.values import refuse_wrong_kinds
+from nemo_rl_ext.config.value_kinds import refuse_wrong_kinds
 
 _MODES = {"tis": "truncate", "icepop": "mask"}
 _OF_ROLLOUTS: tuple[Rule, ...] = (
@@ -329,7 +329,7 @@ def _loss(merged: _Merge, loss: Mapping[str, Any]) -> None:
 
 
 def _queues_batches(sections: Sections) -> bool:
-    """Whether a loop may train batches that were sampled before the latest refit."""
+    """Tell whether a loop may train batches that were sampled before the latest refit."""
     name = sections.driver.name
     if name == "single_controller":
         return True

@@ -15,7 +15,7 @@ from fp8rl.reading import parse_yaml, printable
 from nemo_rl_ext.config.drivers import DRIVERS, LOSS, MEGATRON, Driver, driver_of
 from nemo_rl_ext.config.keys import Sections
 from nemo_rl_ext.config.rules import broken
-from nemo_rl_ext.config.values import KINDS, SIZES
+from nemo_rl_ext.config.value_kinds import KINDS, SIZES
 
 _RESOLVERS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,

@@ -126,7 +126,7 @@ def examine_environments(source: Path | None) -> Diagnosis:
 
 
 def _folders(package: Path | None) -> list[Path]:
-    """Where NeMo RL has its environments, as ``create_local_venv`` looks for them."""
+    """Return where NeMo RL has its environments, as ``create_local_venv`` looks for them."""
     given = os.environ.get(VENVS)
     if given:
         return [Path(os.path.normpath(given)).absolute()]
@@ -134,7 +134,7 @@ def _folders(package: Path | None) -> list[Path]:
 
 
 def _interpreters(folders: list[Path]) -> list[Environment]:
-    """The driver's interpreter, those of all environments, and the commands on the PATH."""
+    """Return the interpreters of the driver, of all environments and of commands on the PATH."""
     found = [Environment(_DRIVER, sys.executable)]
     for folder in folders:
         if folder.is_dir():
@@ -192,7 +192,7 @@ def _ask(environment: Environment) -> Environment:
 
 
 def _differs(environment: Environment, driver: Environment) -> bool:
-    """Whether both have fp8rl, and not the same code of it."""
+    """Tell whether both have fp8rl, and not the same code of it."""
     if environment.answer is None or driver.answer is None or driver.problem is not None:
         return False
     return bool(environment.answer["code"] != driver.answer["code"])
@@ -211,7 +211,7 @@ def _difference(environment: Environment, driver: Environment) -> str:
 
 
 def _not_made_yet(driver: Environment, folders: list[Path]) -> list[str]:
-    """A problem where NeMo RL has yet to make the workers' environments, without fp8rl in them."""
+    """Return a problem where NeMo RL has yet to make the workers' environments without fp8rl."""
     assert driver.answer is not None
     if os.environ.get(ONE_FOR_ALL) == "1":
         return []
@@ -235,7 +235,7 @@ def _remedy(python: str) -> str:
 
 
 def _lacks_theirs(error: str) -> bool:
-    """Whether a module is missing that NeMo RL's requirements bring, not fp8rl's folder."""
+    """Tell whether a module is missing that NeMo RL's requirements bring, not fp8rl's folder."""
     missing = re.match(r"ModuleNotFoundError: No module named '(\w+)", error)
     return missing is not None and missing[1] not in (*PACKAGES, "wrapt", "pluggy")
 

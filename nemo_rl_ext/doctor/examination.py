@@ -19,7 +19,7 @@ from nemo_rl_ext.config.keys import Sections, block_path, kv_dtype
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.model_pins import check_model, model_spec
 from nemo_rl_ext.config.plan import RunPlan
-from nemo_rl_ext.config.values import SIZES, refuse_wrong_kinds
+from nemo_rl_ext.config.value_kinds import SIZES, refuse_wrong_kinds
 from nemo_rl_ext.doctor.config_file import load_run
 from nemo_rl_ext.doctor.installation import find_package, installed_package, look_at
 from nemo_rl_ext.doctor.memory import CACHES, GPUs, gpus_of, rollout_section
@@ -230,7 +230,7 @@ def _decisions(plan: RunPlan, sections: Sections, gpus: GPUs) -> dict[str, str]:
 
 
 def _layout_problems(sections: Sections, gpus: GPUs, model: ModelSpec | None) -> list[str]:
-    """One sentence for each engine whose parallel sizes need more GPUs or layers than there are.
+    """Return a sentence for each engine with parallel sizes beyond its GPUs or layers.
 
     NeMo RL asserts the first once Ray has started. That a size divides the GPUs is left to it.
     """

@@ -60,7 +60,7 @@ def _given_away(sections: Sections, nodes: int, each: int) -> int:
 
 
 def _environments(data: Mapping[str, Any]) -> set[Any]:
-    """Names of the environments that the data sets of a run use."""
+    """Return the names of the environments that the data sets of a run use."""
     found = set()
     for given in (data.get(key) for key in ("train", "validation", "default")):
         for entry in given if isinstance(given, list) else [given]:

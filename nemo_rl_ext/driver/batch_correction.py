@@ -121,7 +121,7 @@ class BatchCorrection:
         return _named(metrics)
 
     def end_step(self) -> tuple[bool, dict[str, float]]:
-        """Close a step that came in pieces.
+        """Close a step that has come in pieces.
 
         Returns:
             Whether the step is left out, because the guard decides so for all its tokens, no token
@@ -163,8 +163,9 @@ class BatchCorrection:
         return metrics if self.outgrown is None else metrics | {"kv_scales_outgrown": self.outgrown}
 
     def _is_tight(self, guard: MismatchGuard, error: float) -> bool:
-        """Whether the guard's bounds hold for a batch, or for a piece of one whose step may stay
-        although the piece alone asks for more."""
+        """Tell whether the guard's bounds hold for a batch.
+
+        A piece of one may ask for more by itself, and its step may stay all the same."""
         asked = guard.asks(error)
         return asked == "tight" or (self.in_pieces and asked == "skip")
 

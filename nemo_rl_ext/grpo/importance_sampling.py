@@ -36,7 +36,7 @@ class Correction:
     """Of the whole batch, also in a part of it."""
 
     def rows(self, index: slice | torch.Tensor) -> Correction:
-        """The part that belongs to a micro-batch of these rows."""
+        """Return the part that belongs to a micro-batch of these rows."""
         return Correction(self.weights[index], self.mask[index], self.metrics)
 
 
@@ -53,7 +53,7 @@ def correct_is(
     mask: torch.Tensor,
     config: ImportanceSampling,
 ) -> Correction:
-    """Weights for the ratio ``trainer / rollout`` and the mask after rejection: corrector ``is``.
+    """Return weights for ``trainer / rollout`` and the mask after rejection: corrector ``is``.
 
     Let ``d_t`` be the token's log ratio, in float32, clamped to plus or minus
     ``config.log_ratio_clamp``, ``c`` below. The ratio ``rho`` is, by ``config.level``:
@@ -175,7 +175,7 @@ def correct(
 
 
 def _what_is_wrong(result: Any, mask: torch.Tensor) -> str | None:
-    """What a plugin's corrector has returned against its contract, or None."""
+    """Return what a plugin's corrector has returned against its contract, or None."""
     if not isinstance(result, Correction):
         return f"must return a Correction, not {type(result).__name__}"
     weights, kept = result.weights, result.mask
@@ -214,7 +214,7 @@ def _what_is_wrong(result: Any, mask: torch.Tensor) -> str | None:
 
 
 def resolve_corrector(name: str, plugins: PluginManager | None = None) -> Corrector:
-    """The corrector that ``importance_sampling.corrector`` names.
+    """Return the corrector that ``importance_sampling.corrector`` names.
 
     Args:
         name: ``is`` (:func:`correct_is`), or a name of a plugin's ``register_is_correctors``.
@@ -239,7 +239,7 @@ def _weigh(ratio: torch.Tensor, config: ImportanceSampling) -> torch.Tensor:
 
 
 def _units(values: torch.Tensor, kept: torch.Tensor, level: Level) -> torch.Tensor:
-    """One value for each kept token, or for each sequence with a kept token."""
+    """Return one value for each kept token, or for each sequence with a kept token."""
     if level == "token":
         return values[kept]
     first = kept.int().argmax(dim=1, keepdim=True)

@@ -123,6 +123,6 @@ def bounded_exp(log_ratio: torch.Tensor, clamp: float) -> torch.Tensor:
 
 
 def bounded_k3(log_ratio: torch.Tensor, clamp: float) -> torch.Tensor:
-    """The k3 estimator of a KL, ``exp(x) - 1 - x``, after the same clamping: finite as well."""
+    """Return the k3 estimator of a KL, ``exp(x) - 1 - x``, clamped likewise: finite as well."""
     x = log_ratio.clamp(-clamp, clamp)
     return torch.expm1(x) - x

@@ -139,7 +139,7 @@ class GRPOLoss:
         old_logprobs: torch.Tensor,
         mask: torch.Tensor,
     ) -> Correction:
-        """Weights and mask of a whole batch, all ``[B, T]``, by the recipe's corrector.
+        """Return weights and mask of a whole batch, all ``[B, T]``, by the recipe's corrector.
 
         See :func:`nemo_rl_ext.grpo.importance_sampling.correct`, also for the errors raised.
         """
@@ -148,7 +148,7 @@ class GRPOLoss:
         )
 
     def normalizer(self, mask: torch.Tensor) -> int:
-        """What the loss of a batch is divided by: its kept tokens, or sequences with any.
+        """Return what the loss of a batch is divided by: its kept tokens, or sequences with any.
 
         Args:
             mask: ``[B, T]`` after rejection (``Correction.mask``); for several ranks, add up what
@@ -358,7 +358,7 @@ class GRPOLoss:
 
 
 def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of a batch from those of its micro-batches, made with one correction and normalizer.
+    """Return a batch's metrics from its micro-batches', made with one correction and normalizer.
 
     ``loss``, ``policy_loss`` and counts add up; ``*_min`` and ``*_max`` are the extremes over parts
     with tokens; all else is the mean weighted by ``loss_tokens``.
@@ -402,7 +402,7 @@ def _summary(
     means: Mapping[str, torch.Tensor],
     keep: torch.Tensor,
 ) -> dict[str, float]:
-    """All metrics of one call, in one transfer to the host."""
+    """Return all metrics of one call, in one transfer to the host."""
     kept_ratio = ratio[keep]
     if kept_ratio.numel():
         low, high = kept_ratio.min(), kept_ratio.max()

@@ -92,7 +92,7 @@ def _warn_of_growth(before: Mapping[str, float], now: Mapping[str, float]) -> No
 
 
 def asynchronous(policy: Mapping[str, Any]) -> bool:
-    """Whether the engines of a policy are asynchronous."""
+    """Tell whether the engines of a policy are asynchronous."""
     return bool(policy["generation"]["vllm_cfg"].get("async_engine"))
 
 

@@ -29,7 +29,7 @@ UPSTREAM = (
 
 
 def run_of_process() -> RunState:
-    """What this process knows of the run; its patches are installed where they are not yet.
+    """Return what this process knows of the run; its patches are installed where they are not yet.
 
     A loss that arrives in the single controller's actor, or in a worker, asks for it.
     """

@@ -105,7 +105,7 @@ def require_patches(finder: PatchFinder, key: str) -> None:
 
 
 def _hidden(function: Any) -> bool:
-    """Whether this is a decorator's function that does not say what it wraps (``nsys.py``)."""
+    """Tell whether this is a decorator's function that does not say what it wraps (``nsys.py``)."""
     name = getattr(function, "__qualname__", "")
     return "<locals>" in name and not hasattr(function, "__wrapped__")
 
@@ -133,7 +133,7 @@ def compare_source(package: str, upstream: Upstream) -> None:
 
 
 def _names(node: Any) -> set[str | None]:
-    """Names that a statement of a module or class defines or imports."""
+    """Return the names that a statement of a module or class defines or imports."""
     if isinstance(node, ast.ImportFrom):
         return {alias.asname or alias.name for alias in node.names}
     targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
@@ -150,7 +150,7 @@ def _compare(upstream: Upstream, found: Signature) -> None:
 
 
 def _fits(expected: Signature, found: Signature, replaced: bool) -> bool:
-    """Whether calls with the expected parameters reach the parameters of the same names."""
+    """Tell whether calls with the expected parameters reach the parameters of the same names."""
     if replaced and len(found.parameters) != len(expected.parameters):
         return False
     needed = [p for p in expected.parameters.values() if p.default is Parameter.empty]
@@ -167,7 +167,7 @@ def _fits(expected: Signature, found: Signature, replaced: bool) -> bool:
 
 
 def _signature(given: ast.arguments) -> Signature:
-    """The parameters of a ``def`` that was read, with ``...`` as every default."""
+    """Return the parameters of a ``def`` that was read, with ``...`` as every default."""
     placed = [*given.posonlyargs, *given.args]
     required = len(placed) - len(given.defaults)
     found = [
@@ -190,7 +190,7 @@ def _default(has_one: bool) -> Any:
 
 
 def _names_in(found: Signature) -> str:
-    """The parameters without annotations, as in :attr:`Upstream.parameters`."""
+    """Return the parameters without annotations, as in :attr:`Upstream.parameters`."""
     plain = [
         p.replace(annotation=Parameter.empty, default=_default(p.default is not Parameter.empty))
         for p in found.parameters.values()

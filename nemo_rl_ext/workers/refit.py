@@ -18,14 +18,14 @@ never give it for all K and V (:func:`nemo_rl_ext.workers.training.unlike_placeh
 
 
 def kv_codes_outdated(model: torch.nn.Module) -> bool:
-    """Whether a model refuses to run until its KV cache, requests' blocks included, is emptied."""
+    """Tell whether a model must not run until its KV cache, requests' blocks too, is emptied."""
     from vllm_fp8rl.engine.rank_state import state_of
 
     return state_of(model).guard.cache_outdated
 
 
 def may_run(model: torch.nn.Module) -> bool:
-    """Whether the next step of a model would not be refused."""
+    """Tell whether the next step of a model would not be refused."""
     from vllm_fp8rl.engine.rank_state import state_of
 
     try:
@@ -62,7 +62,7 @@ class StreamedRefit:
         return self
 
     def load(self, batch: list[tuple[str, torch.Tensor]]) -> None:
-        """Write a batch after the one before it, whatever stream that one came on."""
+        """Write a batch after the one before it, on whichever stream that one was written."""
         if torch.cuda.is_available() and self._written is not None:
             self._written.wait()
         self._session.load(batch)

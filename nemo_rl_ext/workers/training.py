@@ -327,7 +327,7 @@ class Fp8Training:
 
 
 def replays_routes(policy: Mapping[str, Any]) -> bool:
-    """Whether this policy's router replay (R3) is on."""
+    """Tell whether this policy's router replay (R3) is on."""
     return bool((policy.get("router_replay") or {}).get("enabled"))
 
 

@@ -31,7 +31,7 @@ _NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,8})\.self_attn\.(?:attn\.)?([qkv])_
 
 
 def scale_name(layer: int, role: Role) -> str:
-    """The name of one scale on the wire, for a global layer number."""
+    """Return the name of one scale on the wire, for a global layer number."""
     middle = "attn." if role == "q" else ""
     return f"model.layers.{layer}.self_attn.{middle}{role}_scale"
 
@@ -48,7 +48,7 @@ def parse_scale_name(name: str, prefix: str = "model.") -> tuple[int, Role] | No
 
 
 def require_one_name(places: Iterable[tuple[str, tuple[int, Role]]]) -> dict[tuple[int, Role], str]:
-    """Names of scales by layer and role.
+    """Return the names of scales by layer and role.
 
     Args:
         places: names, each with what :func:`parse_scale_name` found in it.
@@ -67,7 +67,7 @@ def require_one_name(places: Iterable[tuple[str, tuple[int, Role]]]) -> dict[tup
 
 
 def scale_names(num_layers: int, roles: Iterable[Role] = ROLES) -> list[str]:
-    """The names of all scales of a model, layer by layer."""
+    """Return the names of all scales of a model, layer by layer."""
     return [scale_name(layer, role) for layer in range(num_layers) for role in roles]
 
 
@@ -120,7 +120,7 @@ def power_of_two_scales(scales: Mapping[str, float]) -> dict[str, float]:
 
 
 def _power_of_two_above(least: torch.Tensor) -> torch.Tensor:
-    """The smallest powers of two at or above float64 values; 0, negative and infinite ones stay."""
+    """Return the least powers of two at or above float64 values; 0, negative, infinite stay."""
     mantissa, exponent = torch.frexp(least)  # 0.5 <= mantissa < 1
     rounded = torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).int())
     return torch.where(torch.isfinite(least) & (least > 0), rounded, least)

@@ -26,7 +26,7 @@ class PrecisionLine(NamedTuple):
 
 
 def precision_lines(rows: Iterable[PinRow]) -> list[PrecisionLine]:
-    """The precision of a model's modules, one line for all layers that are treated alike.
+    """Return the precision of a model's modules, one line for all layers that are treated alike.
 
     Args:
         rows: every module of the model, as :meth:`fp8rl.PinPolicy.report` gives them.

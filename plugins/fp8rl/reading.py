@@ -120,7 +120,7 @@ _OCTAL = re.compile(r"[-+]?0[0-9]+$|0o[0-7]+$")
 
 
 def parse_yaml(text: str, where: str, *, block: str | None = None) -> Any:
-    """Parse a YAML text by the rules of YAML 1.2, which are those of JSON for what both know.
+    """Parse a YAML text by the rules of YAML 1.2, equal to JSON's where both have one.
 
     Args:
         text: YAML text.

@@ -108,7 +108,7 @@ class Pins(_Section):
     e.g. ``*.kv_b_proj``."""
 
     def merged(self, other: Pins) -> Pins:
-        """The union of two sets of pins."""
+        """Return the union of two sets of pins."""
         return Pins(
             layers=tuple(dict.fromkeys(self.layers + other.layers)),
             first=max(self.first, other.first),
@@ -325,7 +325,7 @@ class Recipe(_Section):
 
     @classmethod
     def from_env(cls) -> Recipe | None:
-        """The recipe that :data:`RECIPE_ENV` names, or None if it is not set.
+        """Return the recipe that :data:`RECIPE_ENV` names, or None if it is not set.
 
         Raises:
             RecipeError: see :meth:`load`; or a misspelling of the variable is set instead of it.
@@ -342,12 +342,12 @@ class Recipe(_Section):
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dict that JSON can hold; ``Recipe.from_dict(r.to_dict()) == r``."""
+        """Return a plain dict that JSON can hold; ``Recipe.from_dict(r.to_dict()) == r``."""
         return self.model_dump(mode="json")
 
 
 def _unwrap(data: Any) -> Any:
-    """The recipe's keys, which an engine's config has one level deeper, under ``fp8rl``."""
+    """Return the recipe's keys, which an engine's config has one level deeper, under ``fp8rl``."""
     if isinstance(data, Mapping) and set(data) == {"fp8rl"}:
         data = data["fp8rl"]
     return {} if data is None else data

@@ -63,7 +63,7 @@ class State(NamedTuple):
 
     @classmethod
     def of(cls, found: os.stat_result) -> State:
-        """The state that ``stat`` has found."""
+        """Return the state that ``stat`` has found."""
         return cls(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
@@ -149,7 +149,7 @@ class WeightFile(Watched):
         self._data = len(start)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor.
+        """Return the dtype of a tensor.
 
         Raises:
             ModelError: torch has none of the kind.

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl.errors import Fp8RLError, RecipeError
-from fp8rl.recipe import RECIPE_ENV, ImportanceSampling, Pins, Recipe
+from fp8rl.recipe import RECIPE_ENV, Pins, Recipe
 
 FULL = {
     "rollout": True,
@@ -159,9 +159,7 @@ def test_all_mistakes_are_told_at_once():
         ({"kv_cache": {"dtype": "fp8_e5m2"}}, "recipe.kv_cache.dtype"),
         ({"kv_cache": {"recalibrate": "never"}}, "recipe.kv_cache.recalibrate"),
         ({"kv_cache": {"margin": 0.5}}, "recipe.kv_cache.margin"),
-        ({"kv_cache": {"margin": float("nan")}}, "recipe.kv_cache.margin"),
         ({"importance_sampling": {"mode": "drop"}}, "recipe.importance_sampling.mode"),
-        ({"importance_sampling": {"mode": True}}, "recipe.importance_sampling.mode"),
         ({"importance_sampling": {"high": 0}}, "recipe.importance_sampling.high"),
         ({"importance_sampling": {"high": float("inf")}}, "recipe.importance_sampling.high"),
         ({"importance_sampling": {"mode": "clip"}}, "mode 'clip' needs 'low'"),
@@ -197,11 +195,6 @@ def test_all_mistakes_are_told_at_once():
             r"^Bad recipe: '.*\.0' must be a valid integer, not True\.$",
         ),
         ({"pins": {"layers": [0, 1.0]}}, r"layers\.1' must be a valid integer, not 1\.0\.$"),
-        (
-            {"pins": {"first": False}},
-            r"pins\.first' must be a valid integer, not False\.$",
-        ),
-        ({"pins": {"last": "1"}}, r"'recipe\.pins\.last' must be a valid integer, not '1'\.$"),
         ({"pins": {"names": "o_proj"}}, r"'recipe\.pins\.names' must be a list, not 'o_proj'\.$"),
         ({"kv_cache": {"margin": -math.inf}}, r"kv_cache\.margin' must be a finite number"),
         ([1, 2], "recipe must be a mapping of recipe keys, not list"),
@@ -547,10 +540,6 @@ def test_merged_pins_are_the_union(a, b):
         assert len(found) == len(set(found))
     assert merged.first == max(a.first, b.first)
     assert merged.last == max(a.last, b.last)
-
-
-def test_mode_off_needs_no_bounds():
-    assert ImportanceSampling(mode="off").low is None
 
 
 @pytest.mark.parametrize(("kind", "margin"), [("refit", 1.05), ("grow", 2.0), ("start", 4.0)])

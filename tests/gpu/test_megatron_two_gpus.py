@@ -4,13 +4,12 @@ processes on a CPU, over NCCL and on FP8 tensor cores.
 Models in BF16 run on DeepGEMM where it is installed, those in float32, which tell more, on
 cuBLASLt and mixtures on Triton. All three backends add a 128-element group at a time, so topologies
 differ by the order of float32 sums alone, as on a CPU: the tolerances are those of the CPU, where
-``parallel_checks.LOSS_TOLERANCE`` says why FP8 codes make more of it than float32 would.
+``promises.LOSS_TOLERANCE`` says why FP8 codes make more of it than float32 would.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +24,8 @@ from safetensors.torch import save_file
 
 from fp8rl.gemm import DeepGemmBackend, GemmShape, ScaledMmBackend
 from megatron_fp8rl.testing.launch import launch
-from support.parallel import cases, checks
+from support.parallel import cases, promises
+from support.parallel.promises import *  # noqa: F403  the tests
 from support.parallel.run import SINGLES, TOPOLOGIES, random_weights
 from support.processes import environment
 
@@ -43,15 +43,13 @@ WORLDS = (
     ("pp2-bf16", "dp2-bf16"),
 )
 NAMES = tuple(name for world in WORLDS for name in world if name not in SINGLES)
-SINGLE_OF = {(topology.kind, topology.dtype): name for name, topology in SINGLES.items()}
-each_topology = pytest.mark.parametrize("name", NAMES)
 
 
 def _backend(name: str) -> str:
     """One backend for every product of a topology, so that its figures can name it."""
     if DEVICE == "cpu":
         return "reference"
-    topology = checks.topology_of(name)
+    topology = promises.topology_of(name)
     if topology.moe:
         return "triton"  # serves any number of tokens of an expert, in float32
     shape, gpu = GemmShape(64, 256, 256, topology.dtype), torch.device("cuda", 0)
@@ -61,7 +59,7 @@ def _backend(name: str) -> str:
     return "triton"
 
 
-class Running(checks.Results):
+class Running(promises.Results):
     """Results as they come.
 
     Args:
@@ -82,6 +80,10 @@ class Running(checks.Results):
         return super().of(name)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    promises.parametrize(metafunc, NAMES)
+
+
 @pytest.fixture(scope="module")
 def weights() -> dict[str, dict[str, torch.Tensor]]:
     return {kind: random_weights(kind == "moe") for kind in ("dense", "moe")}
@@ -95,7 +97,7 @@ def ranks(request, tmp_path_factory, weights):
         save_file(tensors, out / f"{kind}.safetensors")
     items = [item for item in request.session.items if item.path == request.path]
     asked = {item.callspec.params["name"] for item in items}
-    asked |= {_single(name) for name in asked}
+    asked |= {promises.single_name(name) for name in asked}
 
     def run(names: list[str]) -> None:
         launch(
@@ -113,78 +115,8 @@ def ranks(request, tmp_path_factory, weights):
         yield Running(out, {name: future for names, future in started for name in names})
 
 
-def _single(name: str) -> str:
-    topology = checks.topology_of(name)
-    return SINGLE_OF[topology.kind, topology.dtype]
-
-
-def single(ranks: checks.Results, name: str) -> dict:
-    return ranks.of(_single(name))[0]
-
-
-def _same_products(name: str) -> bool:
-    """Every matrix product of a forward is one that the single process computes, too."""
-    return TOPOLOGIES[name].tp == TOPOLOGIES[name].ep == 1
-
-
-@each_topology
-def test_losses_equal_one_gpu(ranks, name, record_property, capsys):
-    expected = single(ranks, name)["losses"]
-    found = next(rank["losses"] for rank in reversed(ranks.of(name)) if rank["losses"])
-    off = ", ".join(f"{abs(a / b - 1):.1e}" for a, b in zip(found, expected, strict=True))
-    record_property(f"{name}, {_backend(name)}", off)
-    with capsys.disabled():
-        seconds = ranks.of(name)[0]["seconds"]
-        sys.stdout.write(f"\n{name}, {_backend(name)}: {seconds:.0f} s; losses off by {off} ")
-        sys.stdout.flush()
-    checks.check_losses(name, ranks.of(name), expected, exact=_same_products(name))
-
-
-@each_topology
-def test_pins_follow_global_layer_numbers(ranks, name):
-    checks.check_modules(name, ranks.of(name), single(ranks, name))
-
-
-@each_topology
-def test_export_equals_one_gpu_bit_for_bit(ranks, weights, name):
-    checks.check_export(name, ranks.of(name), single(ranks, name), weights)
-
-
-@pytest.mark.parametrize("name", ["tp2-sp"])
-def test_gathering_codes_equals_gathering_activations_first_bit_for_bit(ranks, name):
-    checks.check_gathered_codes(ranks.of(name))
-
-
-@pytest.mark.parametrize("name", ["tp2", "vpp2"])
-def test_untied_head_and_a_load_that_fails_on_every_rank(ranks, weights, name):
-    checks.check_untied(ranks.of(name), weights)
-
-
-@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
-@pytest.mark.parametrize("name", [*SINGLES, *NAMES])
-def test_trainer_codes_equal_codes_of_the_exported_weights(ranks, name, scale_format):
-    checks.check_codes(name, ranks.of(name), scale_format)
-
-
-@each_topology
-def test_kv_scales_equal_one_gpu(ranks, name):
-    exact = "" if _same_products(name) else None
-    checks.check_kv_scales(name, ranks.of(name), single(ranks, name), exact)
-
-
-@each_topology
-def test_clipped_keys_and_values_are_counted_over_all_ranks(ranks, name):
-    checks.check_clipped(ranks.of(name), single(ranks, name))
-
-
-@each_topology
-def test_nan_on_one_rank_is_an_error_on_every_rank(ranks, name):
-    checks.check_nan(ranks.of(name))
-
-
-@pytest.mark.parametrize("name", ["dp2-bf16"])
-@pytest.mark.parametrize("saved_with", ["from fp8", "from bf16"])
-def test_checkpoints_of_the_distributed_optimizer_load_with_and_without_the_plugin(
-    ranks, name, saved_with
-):
-    checks.check_checkpoints(ranks.of(name), saved_with)
+@pytest.fixture
+def same_bits(name: str) -> promises.SameBits:
+    """Told where every matrix product of a forward is one that the single process computes, too."""
+    alike = TOPOLOGIES[name].tp == TOPOLOGIES[name].ep == 1
+    return promises.SameBits(loss=alike, scales="" if alike else None)

@@ -26,7 +26,6 @@ from vllm.model_executor.layers import quantization
 
 from support import engine as live_engine  # sets what vLLM reads at import
 
-OURS = "fp8rl = vllm_fp8rl:register"
 CASES: dict[str, dict[str, str]] = {
     "not installed": {"fp8rl-9.dist-info/entry_points.txt": ""},
     "excluded by VLLM_PLUGINS": {"VLLM_PLUGINS": "another"},

@@ -31,7 +31,7 @@ which kernels multiply."""
 
 
 def largest_value(model: torch.nn.Module) -> float:
-    """The largest magnitude that a weight may have in every parameter of a model.
+    """Return the largest magnitude that a weight may have in every parameter of a model.
 
     Those in BF16, FP16 or FP32 keep it as it is; FP8 ones as codes and scales.
     """
@@ -40,7 +40,7 @@ def largest_value(model: torch.nn.Module) -> float:
 
 
 def not_finite(name: str, tensor: torch.Tensor, limit: float) -> str:
-    """The beginning of a sentence that says what is wrong with a tensor's values."""
+    """Return the beginning of a sentence that says what is wrong with a tensor's values."""
     if all_finite([tensor])[0]:
         return f"'{name}' has values beyond {limit:.6g}, the largest that the engine can hold"
     return f"'{name}' has NaN or infinite values"
@@ -58,7 +58,7 @@ class PlainValues:
         self._queued: list[tuple[list[str], Callable[[], Sequence[bool]]]] = []
 
     def limit(self, model: torch.nn.Module) -> float:
-        """The :func:`largest_value` of the model, computed once."""
+        """Return the :func:`largest_value` of the model, computed once."""
         if self._limit is None:
             self._limit = largest_value(model)
         return self._limit

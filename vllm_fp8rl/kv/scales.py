@@ -35,7 +35,7 @@ Place = tuple[int, Role]
 """Global number of a layer, and which of its scales."""
 
 _CACHED: tuple[Role, ...] = ("k", "v")
-"""Roles whose codes lie in the KV cache; queries are quantized anew in each step."""
+"""Roles with codes in the KV cache; queries are quantized in each step."""
 
 
 def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | float]) -> None:
@@ -79,7 +79,7 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
 
 
 def scales_change(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | float]) -> bool:
-    """Whether a K or V scale differs from the one in service: then cached codes are wrong."""
+    """Tell whether a K or V scale differs from the one in service: then cached codes are wrong."""
     held = kv_scale_state(model)
     given = by_place(scales, "KV scales")
     changed = {key for key, value in given.items() if held.get(key) != value}
@@ -87,7 +87,7 @@ def scales_change(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
 
 
 def forget_kv_scales(model: torch.nn.Module) -> None:
-    """Remove all scales, as those of older weights; the engine refuses to run without new ones."""
+    """Remove all scales, since weights have changed; the engine refuses to run without new ones."""
     for layer, scales in fp8_layers(model):
         scales.values.clear()
         publish_scales(layer)

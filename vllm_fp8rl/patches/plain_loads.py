@@ -43,7 +43,7 @@ def check_plain_loads(walk: Callable[..., set[str]]) -> Callable[..., set[str]]:
             return walk(self, batch, *args, **options)
 
         def by_name(name: str) -> bool:
-            """Whether vLLM's walk would take the tensor by this name, and not skip it."""
+            """Tell whether vLLM's walk would take the tensor by this name, and not skip it."""
             return usual and not self._can_skip(name)
 
         if _WALKING.get() or find_state(self.module) is None:
@@ -115,7 +115,7 @@ def _write(
 
 
 def _pulled(weights: Iterable[Named]) -> Iterator[Named]:
-    """The tensors, each checked for being one, and KV scales for having one name.
+    """Yield the tensors, each checked for being one, and KV scales for having one name.
 
     What pulls a tensor walks no model meanwhile: code of the sender runs there, whose own calls of
     ``load_weights`` must not count as vLLM's.
@@ -137,7 +137,7 @@ def _pulled(weights: Iterable[Named]) -> Iterator[Named]:
 def _checked(
     weights: Iterable[Named], model: torch.nn.Module, entries: Mapping[str, Entry], came: list[str]
 ) -> Iterator[Named]:
-    """The tensors, which may share memory: each is checked before the next one is pulled."""
+    """Yield the tensors, which may share memory: each is checked before the next one is pulled."""
     for name, tensor in weights:
         _check([(name, tensor)], model, entries)
         came.append(name)
@@ -155,7 +155,7 @@ def _check(weights: Sequence[Named], model: torch.nn.Module, entries: Mapping[st
 
 
 def noted(weights: Iterable[Named], came: list[str]) -> Iterator[Named]:
-    """The tensors; the name of each is noted before anything of it can be written."""
+    """Yield the tensors; the name of each is noted before anything of it can be written."""
     for name, tensor in weights:
         came.append(name)
         yield name, tensor
@@ -222,7 +222,7 @@ def _shut(model: torch.nn.Module, guard: RefitGuard) -> Iterator[list[str]]:
 
 
 def _untouched(model: torch.nn.Module, came: list[str], error: BaseException) -> bool:
-    """Whether an error is known to have come before anything was written."""
+    """Tell whether an error is known to have come before anything was written."""
     if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
         return False
     if len(came) != 1:
@@ -234,7 +234,7 @@ def _untouched(model: torch.nn.Module, came: list[str], error: BaseException) ->
 
 
 def _left(model: torch.nn.Module, came: Iterable[str], owed: set[str] | None) -> set[str] | None:
-    """The tensors that must still come after these ones; None: all.
+    """Return the tensors that must still come after these ones; None: all.
 
     A part of a model, which knows its tensors by other names, pays nothing.
     """

@@ -60,7 +60,7 @@ class Reload:
             self._guard.session = self
 
     def taken(self, weights: Iterable[Named]) -> Iterator[Named]:
-        """Close the model and return the tensors; they are those of one ``load_weights``.
+        """Close the model and return the tensors of one ``load_weights``.
 
         Before that, an unreadable checkpoint, a first tensor of NaN, or a name that comes twice in
         a collection changes nothing. Others are read one by one while they are loaded, because a
@@ -210,7 +210,7 @@ def _reload_from(model: Any, weights: Iterable[Named]) -> None:
 
 
 def _once(weights: Iterable[Named], seen: set[str]) -> Iterator[Named]:
-    """The tensors; RefitError for a name that has been seen."""
+    """Yield the tensors; RefitError for a name that has been seen."""
     for name, tensor in weights:
         if name in seen:
             raise came_twice(name)

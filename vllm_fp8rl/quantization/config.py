@@ -310,7 +310,7 @@ def _check_checkpoint(config: Mapping[str, Any]) -> None:
 
 
 def _table(recipe: Recipe, policy: PinPolicy) -> str:
-    """The resolved precisions, for the log."""
+    """Return the resolved precisions, for the log."""
     if not recipe.rollout:
         return "fp8rl: recipe.rollout is false, every linear layer is in the model's dtype"
     return f"{policy.summary()}\n{precision_text(policy.report())}"

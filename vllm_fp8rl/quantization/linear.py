@@ -48,7 +48,7 @@ def _replicated_loader(param: ShardedParameter, loaded_weight: torch.Tensor) -> 
 
 
 def _loader_of(layer: torch.nn.Module, loader: Callable[..., None], name: str) -> Callable:
-    """The loader to put on a parameter: vLLM's for parallel layers, ours for replicated ones."""
+    """Return the loader of a parameter: vLLM's for parallel layers, ours for replicated ones."""
     if getattr(loader, "__name__", "") == "weight_loader_v2":
         return loader
     if getattr(type(layer), "weight_loader", None) is ReplicatedLinear.weight_loader:
@@ -60,7 +60,7 @@ def _loader_of(layer: torch.nn.Module, loader: Callable[..., None], name: str) -
 
 
 def _scale_loader(layer: Any, loader: Callable[..., None]) -> Callable[..., None]:
-    """The loader of a layer's scales.
+    """Return the loader of a layer's scales.
 
     Where one tensor is for several matrices of the layer (Qwen3.5's ``in_proj_qkv``), vLLM cuts it
     by rows of the weight; scales have a row for each block.

@@ -87,7 +87,7 @@ class _ExpertsMethod(FusedMoEMethodBase):
         raise NotImplementedError
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
-        """The configuration of vLLM's kernel; None on CPU, where no such kernel is used."""
+        """Return the configuration of vLLM's kernel; None on CPU, where no such kernel is used."""
         return self.moe_quant_config
 
     def discard(self, layer: RoutedExperts) -> None:
@@ -250,7 +250,7 @@ class RefitMoEMethod(_ExpertsMethod):
 def _opaque_experts(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, name: str
 ) -> torch.Tensor:
-    """The experts of a layer on CPU, in float32 where vLLM's fused kernels are.
+    """Return the experts of a layer on CPU, in float32 where vLLM's fused kernels are.
 
     One operation for torch.compile, which could not trace which tokens go where. The layer comes
     from vLLM's forward context by its name, as in vLLM's own MoE op.

@@ -71,7 +71,7 @@ def pulled(tensors: Any) -> Iterator[Named]:
 
 
 def steady(tensors: Any) -> Batch:
-    """All of a stream, as one batch; a batch as it is.
+    """Return all of a stream, as one batch; a batch as it is.
 
     Raises:
         RefitError: see :func:`pulled` and :class:`Held`.
@@ -143,7 +143,7 @@ class Held:
 
 
 def _counts_writes(tensor: torch.Tensor) -> bool:
-    """Whether torch counts the writes to a GPU tensor's memory, those through views included.
+    """Tell whether torch counts the writes to a GPU tensor's memory, those through views included.
 
     Memory that came through DLPack or from another process is not torch's, which cannot resize it.
     """
@@ -228,14 +228,14 @@ def _may_share(one: _Span, other: _Span) -> bool:
 
 
 def _meet(one: _Span, other: _Span) -> bool:
-    """Whether two tensors, whose spans overlap, have a byte in common: strided ones need not."""
+    """Tell whether two tensors with spans that overlap share a byte: strided ones need not."""
     (starts, length), (others, width) = _runs(one), _runs(other)
     below = torch.searchsorted(others, starts + length) - 1  # the last that begins before an end
     return bool(((below >= 0) & (others[below.clamp(min=0)] + width > starts)).any())
 
 
 def _runs(span: _Span) -> tuple[torch.Tensor, int]:
-    """A tensor's bytes as runs: their addresses, ascending, and the length of each."""
+    """Return a tensor's bytes as runs: their addresses, ascending, and the length of each."""
     first, _, (_, tensor) = span
     starts, length = torch.tensor([first]), tensor.element_size()
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -248,7 +248,7 @@ def _runs(span: _Span) -> tuple[torch.Tensor, int]:
 
 
 def scalars_on_host(weights: Iterable[Named]) -> list[Named]:
-    """The batch with its one-element GPU tensors, such as KV scales, on the host.
+    """Return the batch with its one-element GPU tensors, such as KV scales, on the host.
 
     Their loaders read the value: this waits for the GPU once for all, not once for each.
     """
@@ -268,7 +268,7 @@ def scalars_on_host(weights: Iterable[Named]) -> list[Named]:
 def batches(
     tensors: Iterable[Named], limit: int, *, gpu_factor: int = 1, kept: bool = False
 ) -> Iterator[Batch]:
-    """Tensors in lists of at most ``limit`` bytes; a larger tensor goes alone.
+    """Yield the tensors in lists of at most ``limit`` bytes; a larger tensor goes alone.
 
     Args:
         tensors: pairs of name and tensor, read one list at a time.
@@ -303,5 +303,5 @@ def batches(
 
 
 def came_twice(name: str) -> RefitError:
-    """The error for a name that comes again."""
+    """Return the error for a name that comes again."""
     return RefitError(f"'{name}' arrived twice in one refit or reload; send each tensor once.")

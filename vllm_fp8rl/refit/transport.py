@@ -215,7 +215,7 @@ def received(
 
 
 def _described(payload: bytes) -> list[Named]:
-    """The tensors of a safetensors buffer without their values, from its header."""
+    """Return the tensors of a safetensors buffer without their values, from its header."""
     length = int.from_bytes(payload[:8], "little")
     try:
         header = json.loads(payload[8 : 8 + length])

@@ -1,8 +1,8 @@
 """The process that compiles: ``python -m vllm_fp8rl.warmup.compile_kernels``.
 
-It reads a :class:`Job` as one line of JSON from stdin, then one :class:`Shape` per line until stdin
-is closed, and answers with one line of JSON on stdout. DeepGEMM itself compiles a kernel when it is
-first called, one after the other, about 2 s each; here nvcc runs on many cores at once.
+It reads a :class:`Toolchain` as one line of JSON from stdin, then one :class:`Shape` per line until
+stdin is closed, and answers with one line of JSON on stdout. DeepGEMM itself compiles a kernel when
+it is first called, one after the other, about 2 s each; here nvcc runs on many cores at once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO
 
-from vllm_fp8rl.warmup.kernel_lists import CACHED, KernelLister, compiler_flags
-from vllm_fp8rl.warmup.shapes import Job, Shape
+from vllm_fp8rl.warmup.kernel_lists import CACHED, KernelSources, compiler_flags
+from vllm_fp8rl.warmup.shapes import Shape, Toolchain
 
 NVCC_SECONDS = 300
 """Longest time for one kernel, which takes about 2 s on an idle core."""
 
 
-def compile_shapes(job: Job, shapes: Iterable[Shape]) -> int:
+def compile_shapes(toolchain: Toolchain, shapes: Iterable[Shape]) -> int:
     """Compile the kernels of shapes as they arrive and return the number compiled.
 
     One process compiles into a cache at a time. Ranks mostly need the same kernels: those that wait
@@ -39,22 +39,24 @@ def compile_shapes(job: Job, shapes: Iterable[Shape]) -> int:
     """
     compilers = compilers_at_once(len(os.sched_getaffinity(0)))
     compiled = 0
-    lister: KernelLister | None = None
+    sources: KernelSources | None = None
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(compilers) as pool:
         try:
             for batch in _batches(shapes):
-                with _locked(Path(job.cache) / "fp8rl"):
+                with _locked(Path(toolchain.cache) / "fp8rl"):
                     started: list[tuple[Shape, dict[str, Future[bool]]]] = []
                     for shape in batch:
-                        if job.is_compiled(shape):
+                        if toolchain.is_compiled(shape):
                             continue
-                        lister = lister or KernelLister(job, Path(scratch))
-                        listed = lister.kernels(shape)
-                        kernels = {at.name: pool.submit(compile_kernel, job, at) for at in listed}
+                        sources = sources or KernelSources(toolchain, Path(scratch))
+                        listed = sources.kernels(shape)
+                        kernels = {
+                            at.name: pool.submit(compile_kernel, toolchain, at) for at in listed
+                        }
                         started.append((shape, kernels))
                     for shape, kernels in started:
                         compiled += sum(kernel.result() for kernel in kernels.values())
-                        _write_record(job.record(shape), list(kernels))
+                        _write_record(toolchain.record(shape), list(kernels))
         finally:  # after an error the others are of no use
             pool.shutdown(cancel_futures=True)
     return compiled
@@ -91,26 +93,26 @@ def _batches(shapes: Iterable[Shape]) -> Iterator[list[Shape]]:
         yield [shape for shape in batch if shape is not None]
 
 
-def compile_kernel(job: Job, listed: Path) -> bool:
+def compile_kernel(toolchain: Toolchain, listed: Path) -> bool:
     """Compile one listed kernel into the cache; return False if the cache already has it.
 
     Its folder appears by one rename, as DeepGEMM's own do.
     """
-    if job.has(listed.name):
+    if toolchain.has(listed.name):
         return False
-    folder = Path(job.cache) / "tmp" / f"fp8rl-{uuid.uuid4().hex}"
+    folder = Path(toolchain.cache) / "tmp" / f"fp8rl-{uuid.uuid4().hex}"
     try:
         # Its source, and from DeepGEMM 2.8 on also the mark that makes the entry valid.
         shutil.copytree(listed, folder, ignore=shutil.ignore_patterns(*CACHED))
         source, cubin = folder / "kernel.cu", folder / "kernel.cubin"
-        command = [job.nvcc, str(source), "-cubin", "-o", str(cubin), *compiler_flags(listed)]
+        command = [toolchain.nvcc, str(source), "-cubin", "-o", str(cubin), *compiler_flags(listed)]
         _run_compiler(command, folder, listed.name)
-        target = Path(job.cache) / "cache" / listed.name
+        target = Path(toolchain.cache) / "cache" / listed.name
         target.parent.mkdir(exist_ok=True)
         try:
             folder.rename(target)
         except OSError:
-            if not job.has(listed.name):  # otherwise the engine compiled it in the meantime
+            if not toolchain.has(listed.name):  # otherwise the engine compiled it in the meantime
                 raise
         return True
     finally:
@@ -162,11 +164,11 @@ def _answer_stream() -> Iterator[IO[str]]:
 
 
 def main() -> None:
-    """Serve one job."""
+    """Compile for one engine."""
     with _answer_stream() as answer:
-        job = Job(**json.loads(sys.stdin.readline()))
+        toolchain = Toolchain(**json.loads(sys.stdin.readline()))
         try:
-            compiled = compile_shapes(job, (Shape(*json.loads(line)) for line in sys.stdin))
+            compiled = compile_shapes(toolchain, (Shape(*json.loads(line)) for line in sys.stdin))
         except Exception as error:  # the engine logs it, whatever it is
             json.dump({"compiled": 0, "error": f"{type(error).__name__}: {error}"}, answer)
         else:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_fp8rl.warmup.shapes import Job, Shape
+from vllm_fp8rl.warmup.shapes import Shape, Toolchain
 
 if TYPE_CHECKING:
     import torch
@@ -48,12 +48,12 @@ CACHED = ("kernel.cubin", _ARGUMENTS)
 """What the real compiler makes, and what the fake one notes; other files are of the cache entry."""
 
 
-class KernelLister:
-    """Lists the kernels of shapes. It changes DeepGEMM's environment for the whole process."""
+class KernelSources:
+    """Sources of the kernels of shapes. It changes DeepGEMM's environment for the whole process."""
 
-    def __init__(self, job: Job, scratch: Path) -> None:
+    def __init__(self, toolchain: Toolchain, scratch: Path) -> None:
         fake = scratch / "nvcc"
-        fake.write_text(_FAKE_NVCC.format(nvcc=job.nvcc))
+        fake.write_text(_FAKE_NVCC.format(nvcc=toolchain.nvcc))
         fake.chmod(0o755)
         for name in _DISASSEMBLY:
             os.environ.pop(name, None)
@@ -62,8 +62,8 @@ class KernelLister:
         # Without these, DeepGEMM allocates a handle and a workspace of cuBLASLt on the GPU.
         os.environ["DG_USE_PYTORCH_CUBLASLT_HANDLE"] = "1"
         os.environ["DG_USE_TEMP_CUBLASLT_WORKSPACE"] = "1"
-        self._deep_gemm = _load_package(Path(job.package))
-        self._full = job.full
+        self._deep_gemm = _load_package(Path(toolchain.package))
+        self._full = toolchain.full
         self._found = scratch / "cache"
         self._listed: set[str] = set()
 

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from vllm_fp8rl.warmup.shapes import Job, Shape
+from vllm_fp8rl.warmup.shapes import Shape, Toolchain
 
 # Under vLLM's name, so that its log level and format apply in every worker.
 logger = logging.getLogger("vllm.fp8rl")
@@ -42,7 +42,7 @@ def find_nvcc(environ: Mapping[str, str]) -> Path | None:
     return path if path.is_file() else None
 
 
-def find_job() -> Job | None:
+def find_toolchain() -> Toolchain | None:
     """Describe the DeepGEMM that vLLM uses in this process, or return None to leave it alone.
 
     Call it once vLLM has chosen DeepGEMM for a layer: by then the package is imported and its cache
@@ -68,7 +68,7 @@ def find_job() -> Job | None:
     else:
         device = torch.cuda.current_device()
         gpu = torch.cuda.get_device_properties(device)
-        return Job(
+        return Toolchain(
             cache=cache.split(":")[0],  # more folders are only read, from DeepGEMM 2.8 on
             package=str(Path(package.__file__).parent),
             nvcc=str(nvcc),
@@ -90,14 +90,16 @@ class KernelWarmup:
 
     Args:
         rows: largest number of rows that a linear layer multiplies at once.
-        find_job: describes DeepGEMM or returns None to compile nothing ahead; called once, at the
-            first weight.
+        find_toolchain: describes DeepGEMM or returns None to compile nothing ahead; called once, at
+            the first weight.
     """
 
-    def __init__(self, rows: int, find_job: Callable[[], Job | None] = find_job) -> None:
+    def __init__(
+        self, rows: int, find_toolchain: Callable[[], Toolchain | None] = find_toolchain
+    ) -> None:
         self.rows = rows
-        self._find_job = find_job
-        self._job: Job | None = None
+        self._find_toolchain = find_toolchain
+        self._toolchain: Toolchain | None = None
         self._shapes: set[Shape] = set()
         self._process: subprocess.Popen[str] | None = None
         self._watcher: threading.Thread | None = None
@@ -115,16 +117,16 @@ class KernelWarmup:
         if shape in self._shapes:
             return
         if not self._shapes:
-            self._job = self._find_job()
+            self._toolchain = self._find_toolchain()
         self._shapes.add(shape)
-        if self._job is None or self._job.is_compiled(shape):
+        if self._toolchain is None or self._toolchain.is_compiled(shape):
             return
         if self._process is None:
             try:
-                self._start(self._job)
+                self._start(self._toolchain)
             except OSError as error:  # no memory for a process, or no room for its log
                 _warn(f"their process cannot be started ({error})")
-                self._job = None
+                self._toolchain = None
                 return
         self._send(json.dumps(shape))
 
@@ -143,7 +145,7 @@ class KernelWarmup:
         self._watcher.join(timeout)
         return not self._watcher.is_alive()
 
-    def _start(self, job: Job) -> None:
+    def _start(self, toolchain: Toolchain) -> None:
         errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - the watcher closes it
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "vllm_fp8rl.warmup.compile_kernels"],
@@ -151,9 +153,9 @@ class KernelWarmup:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=os.environ | _child_environment(job.device),
+            env=os.environ | _child_environment(toolchain.device),
         )
-        self._send(json.dumps(asdict(job)))
+        self._send(json.dumps(asdict(toolchain)))
         self._watcher = threading.Thread(
             target=_watch, args=(self._process, errors, self._shapes), daemon=True
         )

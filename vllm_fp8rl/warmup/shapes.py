@@ -23,7 +23,7 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class Toolchain:
     """Everything that all shapes of one engine on one rank share."""
 
     cache: str

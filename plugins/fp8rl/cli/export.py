@@ -82,7 +82,7 @@ def add_export(app: typer.Typer, plugins: PluginManager) -> None:
 def _recipe_to_export(
     checkpoint: Path, recipe: str | None, config: Path | None, plugins: PluginManager
 ) -> tuple[str, Recipe]:
-    """The recipe of an export, and where it comes from."""
+    """Return the recipe of an export, and where it comes from."""
     if recipe is not None and config is not None:
         raise OptionError("Give --recipe or --config, not both.")
     if config is not None:

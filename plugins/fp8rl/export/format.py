@@ -51,7 +51,7 @@ class Export:
         return sum(map(len, self.files.values()))
 
     def parts(self, tensor: str) -> list[str]:
-        """The FP8 weights that a stored tensor holds; empty if it stays as it is.
+        """Return the FP8 weights that a stored tensor holds; empty if it stays as it is.
 
         A tensor of all experts of a layer holds those of each expert, gate before up.
         """
@@ -72,7 +72,7 @@ class Export:
         return found
 
     def quantization_config(self) -> dict[str, Any]:
-        """The ``quantization_config``: keys of vLLM, SGLang and transformers, and the recipe.
+        """Return the ``quantization_config``: keys of vLLM, SGLang, transformers, and the recipe.
 
         vLLM reads ``ignored_layers`` or, where that is empty, ``modules_to_not_convert``; SGLang
         the first that is there; transformers the second. An engine with ``quantization="fp8rl"``
@@ -93,7 +93,7 @@ class Export:
 
 
 def left_alone(policy: PinPolicy, experts: Experts | None) -> list[str]:
-    """Names of the modules in BF16 as engines look them up, sorted by layer.
+    """Return the names of the modules in BF16 as engines look them up, sorted by layer.
 
     Besides the names of the checkpoint these are the names of fused modules and of all experts of a
     layer together, also under the name that vLLM gives their block: engines look for one form or

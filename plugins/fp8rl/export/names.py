@@ -12,20 +12,20 @@ _NAMED = 3
 
 
 def named(names: Sequence[str]) -> str:
-    """The first names of one kind, and the number of the others."""
+    """Return the first names of one kind, and the number of the others."""
     shown = ", ".join(f"'{printable(name)}'" for name in names[:_NAMED])
     return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
 
 
 def with_verb(names: Sequence[str], one: str, many: str) -> str:
-    """The names with a verb."""
+    """Return the names with a verb."""
     return f"{named(names)} {one if len(names) == 1 else many}"
 
 
 def matrices(
     name: str, parts: Sequence[str], shape: Sequence[int]
 ) -> list[tuple[str, Sequence[int]]]:
-    """The weights in a stored tensor with their shapes.
+    """Return the weights in a stored tensor with their shapes.
 
     Raises:
         UnsupportedError: a tensor of all experts that cannot be split into these weights.
@@ -43,6 +43,6 @@ def matrices(
 
 
 def experts_of(name: str) -> str | None:
-    """The name of all experts of a layer together, from the name of a module of one of them."""
+    """Return the name of all experts of a layer together, from the name of a module of one."""
     before, found, after = name.partition(".experts.")
     return f"{before}.experts" if found and after.split(".")[0].isdecimal() else None

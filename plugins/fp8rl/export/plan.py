@@ -143,7 +143,7 @@ def _served_spec(checkpoint: Path, config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _together(checkpoint: Path, problems: Sequence[Fp8RLError]) -> Fp8RLError:
-    """One error for all problems, or the only one."""
+    """Return one error for all problems, or the only one."""
     if len(problems) == 1:
         return problems[0]
     listed = " ".join(f"({number}) {problem}" for number, problem in enumerate(problems, 1))

@@ -22,7 +22,7 @@ _OF_CODES = re.compile(
 
 
 def problems_of_scales(names: Sequence[str]) -> list[Fp8RLError]:
-    """Tensors that engines would read as scales, in the place of those that are written."""
+    """Return errors for tensors that engines would read in the place of written scales."""
     found = [name for name in names if _OF_CODES.fullmatch(name)]
     if not found:
         return []
@@ -67,7 +67,7 @@ def problems_of_experts(policy: PinPolicy) -> list[Fp8RLError]:
 
 
 def problems_of_tensors(export: Export) -> list[Fp8RLError]:
-    """Weights that are missing, there twice, or that stock engines do not serve in block FP8."""
+    """Return errors for weights that are missing, there twice, or not served in block FP8."""
     unsplit: list[UnsupportedError] = []
     holders: dict[str, list[str]] = {}
     dtypes: dict[str, str] = {}
@@ -112,7 +112,7 @@ def problems_of_tensors(export: Export) -> list[Fp8RLError]:
 
 
 def _misfitting(policy: PinPolicy, misfits: Mapping[str, Sequence[str]]) -> UnsupportedError:
-    """The error for weights that block FP8 does not serve, with the pins that mend it."""
+    """Return the error for weights that block FP8 does not serve, with the pins that mend it."""
     listed = "; ".join(f"{with_verb(names, 'has', 'have')} {why}" for why, names in misfits.items())
     bad = {name.removesuffix(".weight") for names in misfits.values() for name in names}
     units = {_unit(name) for name in bad}
@@ -134,7 +134,7 @@ def _misfitting(policy: PinPolicy, misfits: Mapping[str, Sequence[str]]) -> Unsu
 
 
 def _unit(module: str) -> str:
-    """What an engine holds in one precision: a module, those that it fuses, or all experts."""
+    """Return what an engine holds in one precision: a module, a fused one, or all experts."""
     prefix, _, leaf = module.rpartition(".")
     fused = next((fused for fused, parts in FUSED.items() if leaf in parts), leaf)
     return experts_of(module) or f"{prefix}.{fused}"

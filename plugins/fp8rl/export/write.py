@@ -129,7 +129,7 @@ def _write_weights(
 def _tensors(
     export: Export, device: str, progress: Callable[[str], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of the new folder, on the CPU, in the order of the source."""
+    """Yield all tensors of the new folder, on the CPU, in the order of the source."""
     for file, names in export.files.items():
         for name, tensor in file.read(names):
             if tensor.is_floating_point() and not all_finite([tensor])[0]:
@@ -154,7 +154,7 @@ def _tensors(
 def _split(
     name: str, parts: Sequence[str], tensor: torch.Tensor
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """The weights in a stored tensor; none if it has no ``parts``."""
+    """Return the weights in a stored tensor; none if it has no ``parts``."""
     if not parts:
         return ()
     rows = [rows for _, (rows, _) in matrices(name, parts, tensor.shape)]

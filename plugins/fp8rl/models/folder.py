@@ -51,7 +51,7 @@ def folder_module_names(folder: Path) -> Sequence[str]:
 
 
 def folder_tensors(folder: Path) -> dict[str, Path] | None:
-    """Names of the stored tensors, with the safetensors file of each; None without such files.
+    """Return the names of the stored tensors, each with its safetensors file; None without files.
 
     Raises:
         ModelError: a file is missing, cannot be read, or is not whole.
@@ -64,7 +64,7 @@ def folder_tensors(folder: Path) -> dict[str, Path] | None:
 
 
 def read_index(folder: Path) -> dict[str, Path] | None:
-    """Tensors that the index of a folder lists, with their files; None without an index.
+    """Return the tensors that the index of a folder lists, with their files; None without an index.
 
     Raises:
         ModelError: it is no index of files in its folder.
@@ -131,7 +131,7 @@ def _is_there(file: Path) -> bool:
 
 
 def folder_config(folder: Path) -> dict[str, Any]:
-    """Values of a model's ``config.json``.
+    """Return the values of a model's ``config.json``.
 
     Raises:
         ModelError: the file is missing, cannot be read, or is no JSON object; or a value that says

@@ -28,7 +28,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def layer_of(name: str) -> int | None:
-    """The global layer number in an HF module name, or None outside the decoder layers.
+    """Return the global layer number in an HF module name, or None outside the decoder layers.
 
     Multi-token-prediction layers (``mtp.layers.N``) are no decoder layers: pins match them by name
     and kind alone.
@@ -80,7 +80,7 @@ class PinPolicy:
         return self.row(name).precision
 
     def row(self, name: str) -> PinRow:
-        """The resolved row of a module, or of the first part of a fused module.
+        """Return the resolved row of a module, or of the first part of a fused module.
 
         Raises:
             PinError: the model has no module of that name.
@@ -99,11 +99,11 @@ class PinPolicy:
         )
 
     def report(self) -> list[PinRow]:
-        """The resolved rows of all modules, in model order."""
+        """Return the resolved rows of all modules, in model order."""
         return list(self._rows.values())
 
     def bf16_linears(self) -> list[str]:
-        """Names of the pinned modules, without modules that are always BF16."""
+        """Return the names of the pinned modules, without modules that are always BF16."""
         return [
             row.name
             for row in self._rows.values()
@@ -111,14 +111,14 @@ class PinPolicy:
         ]
 
     def summary(self) -> str:
-        """One line for a log: how many linear modules are in FP8, and which are pinned."""
+        """Return one line for a log: how many linear modules are in FP8, and which are pinned."""
         linears = [row for row in self._rows.values() if row.kind not in ALWAYS_BF16]
         fp8 = sum(row.precision == "fp8" for row in linears)
         pinned = listed(self.bf16_linears()) or "none"
         return f"fp8rl: {fp8} of {len(linears)} linear modules in FP8; pinned to BF16: {pinned}"
 
     def _match(self, pins: Pins, names: Sequence[str]) -> dict[str, set[str]]:
-        """The names that each pin matches; a pin is written as its key and its value."""
+        """Return the names that each pin matches; a pin is written as its key and its value."""
         layers: dict[str, range] = {}
         for number in pins.layers:
             index = number + self.num_layers if number < 0 else number
@@ -152,7 +152,7 @@ class PinPolicy:
         return matched
 
     def _unpinned(self, pins: Pins, names: Sequence[str]) -> set[str]:
-        """The modules that ``pins.fp8`` takes out of the family's defaults."""
+        """Return the modules that ``pins.fp8`` takes out of the family's defaults."""
         defaults = {name for name in names if default_reason(name)}
         found = {glob: {n for n in defaults if fnmatchcase(n, glob)} for glob in pins.fp8}
         for glob, matched in found.items():

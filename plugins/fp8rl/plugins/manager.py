@@ -110,7 +110,7 @@ class PluginManager(pluggy.PluginManager):
         return PinPolicy(pins, module_names)
 
     def gemm_backends(self) -> dict[str, GemmBackend]:
-        """All backends by name: the built-in ones and those of plugins.
+        """Return all backends by name, built-in ones and plugins'.
 
         Raises:
             PluginError: two backends have one name.
@@ -123,7 +123,7 @@ class PluginManager(pluggy.PluginManager):
         )
 
     def is_correctors(self) -> dict[str, Callable]:
-        """All importance-sampling correctors by name.
+        """Return all importance-sampling correctors by name.
 
         Raises:
             PluginError: two correctors have one name.
@@ -137,7 +137,7 @@ class PluginManager(pluggy.PluginManager):
         )
 
     def is_corrector(self, name: str) -> Callable:
-        """The corrector that ``importance_sampling.corrector`` names.
+        """Return the corrector that ``importance_sampling.corrector`` names.
 
         Raises:
             RecipeError: no plugin offers the name.
@@ -152,12 +152,12 @@ class PluginManager(pluggy.PluginManager):
         return found[name]
 
     def engine_adapters(self) -> list[EngineAdapter]:
-        """All engine adapters, sorted by name."""
+        """Return all engine adapters, sorted by name."""
         adapters = self._flat("register_engine_adapters")
         return sorted(adapters, key=lambda adapter: adapter.name)
 
     def _called(self, hook: str, **arguments: object) -> list:
-        """The results of all plugins that have a hook; an error of one of them is a PluginError."""
+        """Return the results of all plugins with a hook; an error of one is a PluginError."""
         try:
             return list(getattr(self.hook, hook)(**arguments))
         except Fp8RLError:
@@ -202,7 +202,7 @@ def _package(point: EntryPoint) -> str:
 
 
 def _is_left_out(point: EntryPoint) -> bool:
-    """Whether an entry point is fp8rl's own, and its package is not part of this installation."""
+    """Tell whether an entry point is fp8rl's own, of a package that is not installed."""
     ours = point.dist is not None and point.dist.name == hookspecs.PROJECT
     return ours and find_spec(_package(point)) is None
 

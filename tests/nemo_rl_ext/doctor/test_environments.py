@@ -39,6 +39,15 @@ def nothing_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
+@pytest.fixture
+def venvs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the run's environments, still empty."""
+    folder = tmp_path / "venvs"
+    folder.mkdir()
+    monkeypatch.setenv(environments.VENVS, str(folder))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkout(tmp_path_factory.mktemp("checkout"))
@@ -85,13 +94,13 @@ def rows(found: Diagnosis) -> dict[str, Mapping[str, str]]:
 
 
 def test_each_environment_says_what_it_has(
-    tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+    venvs: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(venvs.parent)
     monkeypatch.setenv(environments.VENVS, "./venvs")
-    make(tmp_path / "venvs" / VLLM, AS_THE_DRIVER)
-    megatron = make(tmp_path / "venvs" / MEGATRON)
-    make(tmp_path / "venvs" / SGLANG)
+    make(venvs / VLLM, AS_THE_DRIVER)
+    megatron = make(venvs / MEGATRON)
+    make(venvs / SGLANG)
     found = examine_environments(checkout)
     told = rows(found)
     assert {name: row["state"] for name, row in told.items()} == {
@@ -115,7 +124,7 @@ def test_each_environment_says_what_it_has(
 
 
 def test_what_nemo_rl_brings_is_not_looked_for_in_the_folder(
-    tmp_path: Path, checkout: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, venvs: Path, checkout: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """fp8rl is on PYTHONPATH, and the environment has none of NeMo RL's requirements."""
     beside = tmp_path / "beside"
@@ -123,8 +132,7 @@ def test_what_nemo_rl_brings_is_not_looked_for_in_the_folder(
     for package in ("pluggy", "wrapt"):
         (beside / package).symlink_to(SITE / package)
     monkeypatch.setenv("PYTHONPATH", f"{target}{os.pathsep}{beside}")
-    monkeypatch.setenv(environments.VENVS, str(tmp_path / "venvs"))
-    python = make(tmp_path / "venvs" / MEGATRON)
+    python = make(venvs / MEGATRON)
     found = examine_environments(checkout)
     assert rows(found)["MegatronPolicyWorker"]["state"] == "not ready"
     (problem,) = found.problems
@@ -166,14 +174,8 @@ def test_a_folder_on_the_path_serves_all(
 
 
 def test_other_files_a_missing_part_and_no_entry_points_are_told(
-    tmp_path: Path,
-    checkout: Path,
-    target: Path,
-    dependencies: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, venvs: Path, checkout: Path, target: Path, dependencies: Path
 ) -> None:
-    venvs = tmp_path / "venvs"
-    monkeypatch.setenv(environments.VENVS, str(venvs))
     older = tmp_path / "older"
     shutil.copytree(target, older)
     (older / "fp8rl" / "numerics" / "formats.py").write_text("")
@@ -194,36 +196,26 @@ def test_other_files_a_missing_part_and_no_entry_points_are_told(
     assert f"has fp8rl 0.1.0 in '{older / 'fp8rl'}', whose files are not those of" in megatron
 
 
-def test_a_wrapt_for_another_python_is_a_note(
-    tmp_path: Path,
-    checkout: Path,
-    target: Path,
-    dependencies: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(environments.VENVS, str(tmp_path / "venvs"))
+def test_a_wrapt_for_another_python_is_a_note(tmp_path: Path, venvs: Path, checkout: Path) -> None:
     ignore = shutil.ignore_patterns("*.so")
     shutil.copytree(SITE / "wrapt", tmp_path / "other" / "wrapt", ignore=ignore)
-    make(tmp_path / "venvs" / VLLM, tmp_path / "other", AS_THE_DRIVER)
+    make(venvs / VLLM, tmp_path / "other", AS_THE_DRIVER)
     found = examine_environments(checkout)
     assert found.problems == ()
     (note,) = found.sections[1].rows[0]
     assert note.startswith("VllmGenerationWorker: wrapt was made for another Python than")
 
 
-def test_an_interpreter_that_does_not_start(
-    tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(environments.VENVS, str(tmp_path))
+def test_an_interpreter_that_does_not_start(venvs: Path, checkout: Path) -> None:
     for name, text in ((VLLM, ""), (MEGATRON, "#!/bin/sh\necho odd >&2\nexit 3\n")):
-        python = tmp_path / name / "bin" / "python"
+        python = venvs / name / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.write_text(text)
         python.chmod(0o755)
-    gone = tmp_path / "a.DTensorPolicyWorker" / "bin" / "python"  # as uv leaves a removed Python
+    gone = venvs / "a.DTensorPolicyWorker" / "bin" / "python"  # as uv leaves a removed Python
     gone.parent.mkdir(parents=True)
     gone.symlink_to("nowhere")
-    (tmp_path / "notes.txt").write_text("")
+    (venvs / "notes.txt").write_text("")
     found = examine_environments(checkout)
     dtensor, vllm, megatron = found.problems
     assert f"DTensorPolicyWorker ('{gone}') does not answer: No such file" in dtensor
@@ -233,7 +225,7 @@ def test_an_interpreter_that_does_not_start(
 
 
 def test_environments_that_are_not_made_yet(
-    tmp_path: Path, checkout: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+    checkout: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (problem,) = examine_environments(checkout).problems
     assert problem.startswith(
@@ -247,13 +239,12 @@ def test_environments_that_are_not_made_yet(
 
 
 def test_workers_in_the_drivers_environment_need_none_of_their_own(
-    tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+    venvs: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NeMo RL 7ea279a takes the variable for vLLM and Megatron, and not for DTensor."""
-    monkeypatch.setenv(environments.VENVS, str(tmp_path))
     monkeypatch.setenv(environments.ONE_FOR_ALL, "1")
     for name in (VLLM, MEGATRON, "a.DTensorPolicyWorker"):
-        make(tmp_path / name)
+        make(venvs / name)
     found = examine_environments(checkout)
     states = {name: row["state"] for name, row in rows(found).items()}
     assert states["VllmGenerationWorker"] == states["MegatronPolicyWorker"] == "not needed"
@@ -267,13 +258,12 @@ def doctor(*arguments: str) -> Any:
     )
 
 
-def test_the_exit_code(tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(environments.VENVS, str(tmp_path))
-    make(tmp_path / VLLM, AS_THE_DRIVER)
+def test_the_exit_code(venvs: Path, checkout: Path) -> None:
+    make(venvs / VLLM, AS_THE_DRIVER)
     result = doctor("--source", str(checkout))
     assert result.exit_code == 0, result.output
     assert "fp8rl in each environment" in result.stdout
-    make(tmp_path / MEGATRON)
+    make(venvs / MEGATRON)
     result = doctor("--source", str(checkout))
     assert result.exit_code == 1
     assert "Problem: MegatronPolicyWorker (" in result.stdout

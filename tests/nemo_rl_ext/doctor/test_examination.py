@@ -18,7 +18,7 @@ from fp8rl.plugins.adapters import ConfigRequest, Diagnosis
 from fp8rl.recipe import Recipe
 from nemo_rl_ext.doctor import examination, installation
 from nemo_rl_ext.doctor.examination import diagnose, examine
-from support.nemo_rl import write_checkout
+from support.nemo_rl import put, write_checkout
 
 MODEL = {
     "model_type": "qwen3",
@@ -67,15 +67,10 @@ def config(block: dict[str, Any] | None = None, **overrides: Any) -> dict[str, A
         },
         "cluster": {"num_nodes": 1, "gpus_per_node": 8},
     }
-    changes: dict[str, Any] = {k.replace("__", "."): v for k, v in overrides.items()}
     for path in PLACES if block is not None else ():
-        changes[path] = block
-    for path, new in changes.items():
-        *parents, key = path.split(".")
-        section = value
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[key] = new
+        put(value, path, block)
+    for path, new in overrides.items():
+        put(value, path.replace("__", "."), new)
     return value
 
 
@@ -234,7 +229,12 @@ SHARE = f"{VLLM}.gpu_memory_utilization"
         (None, {f"{VLLM}.is_mx": True}, f"'{VLLM}.is_mx' is true, which asks for MXFP8"),
         # Values that nothing can be computed with.
         ({}, {"cluster.num_nodes": 1.5}, f"'cluster.num_nodes' {NUMBER} 1.5"),
-        ({}, {"env.reward_model.resources.num_nodes": [1]}, f"resources.num_nodes' {NUMBER}"),
+        (
+            {},
+            {"env.reward_model.resources.num_nodes": "2"},
+            f"resources.num_nodes' {NUMBER} '2'; wr",
+        ),
+        ({}, {TP: "2"}, f"'{TP}' {NUMBER} '2'; write"),
         ({}, {SHARE: math.nan}, f"'{SHARE}' must be a number from 0 to 1, not nan"),
         ({}, {SHARE: "0.5"}, f"'{SHARE}' must be a number from 0 to 1, not '0.5'; write"),
         ({}, {"data": [1]}, "'data' is [1], not a section with keys"),
@@ -367,17 +367,13 @@ def test_the_installed_nemo_rl(
 # --- the command line ---
 
 
-def command(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: str) -> tuple[int, str, str]:
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(sys, "argv", ["fp8rl", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0), *capsys.readouterr()
-
-
 def test_exit_codes(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, source: Path, model: Path
 ) -> None:
+    """Ray and NeMo RL are not needed; here they are not even there."""
+    for name in ("ray", "nemo_rl"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(installation, "installed_package", lambda: None)
     (tmp_path / "good.yaml").write_text(yaml.safe_dump(config({})))
     (tmp_path / "refused.yaml").write_text(yaml.safe_dump(config({}, data__fp8rl={})))
@@ -387,7 +383,10 @@ def test_exit_codes(
     here = ("--source", str(source), "--model", str(model))
 
     def doctor(*arguments: str) -> tuple[int, str, str]:
-        return command(monkeypatch, capsys, "doctor", *arguments)
+        monkeypatch.setattr(sys, "argv", ["fp8rl", "doctor", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return int(caught.value.code or 0), *capsys.readouterr()
 
     def nemo(name: str, *more: str) -> tuple[int, str, str]:
         return doctor("nemo-rl", str(tmp_path / name), *more)
@@ -418,21 +417,6 @@ def test_exit_codes(
         assert message in told[2]
 
 
-def test_no_engine_is_imported(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, source: Path
-) -> None:
-    """Ray and NeMo RL are not needed; here they are not even there."""
-    for name in ("ray", "nemo_rl"):
-        monkeypatch.setitem(sys.modules, name, None)
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump(config({})))
-    code, _, _ = command(
-        monkeypatch,
-        capsys,
-        *("doctor", "nemo-rl", str(tmp_path / "x.yaml"), "--source", str(source)),
-    )
-    assert code == 0
-
-
 def test_the_adapter_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "installed_package", lambda: None)
     (adapter,) = (a for a in PluginManager().engine_adapters() if a.name == "nemo-rl")
@@ -448,6 +432,3 @@ def test_numbers_in_quotes_are_converted_where_nemo_rl_does(look: Any) -> None:
     quoted["policy"]["megatron_cfg"] |= {key: str(value) for key, value in block.items()}
     quoted["cluster"] = {"num_nodes": "1", "gpus_per_node": "8"}
     assert look(quoted) == look(plain)
-    for path in (f"{VLLM}.tensor_parallel_size", "env.reward_model.resources.num_nodes"):
-        (problem,) = look(config({}, **{path: "2"})).problems
-        assert problem.startswith(f"'{path}' must be a whole number of at least 1, not '2'; write")

@@ -54,9 +54,17 @@ def table(section: Section) -> dict[str, str]:
     return {row[0]: row[1] for row in section.rows}
 
 
-@pytest.mark.parametrize("model", [DENSE, MOE, {**DENSE, "tie_word_embeddings": True}])
-def test_one_rank_holds_the_whole_model(model: dict[str, Any]) -> None:
-    assert Sizes(ModelSpec.of(model), 1).elements(rows_of(model)) == parameters(model)
+# As a config.json of the hub has it.
+RENAMED = {**{k: v for k, v in MOE.items() if k != "num_experts"}, "num_local_experts": 8}
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [(model, model) for model in (DENSE, MOE, {**DENSE, "tie_word_embeddings": True})]
+    + [(MOE, {"text_config": RENAMED})],
+)
+def test_one_rank_holds_the_whole_model(model: dict[str, Any], config: dict[str, Any]) -> None:
+    assert Sizes(ModelSpec.of(config), 1).elements(rows_of(model)) == parameters(model)
 
 
 def test_experts_are_spread_whole_or_split() -> None:
@@ -77,13 +85,6 @@ def test_weights_take_what_vllm_reports(precision: str, reported: float) -> None
     rows = [row if precision == "fp8" else replace(row, precision="bf16") for row in rows_of(shape)]
     weights = Sizes(ModelSpec.of(shape), 1).bytes(rows, 2, "auto").weights
     assert weights / GIB == pytest.approx(reported, rel=0.01)
-
-
-def test_config_json_with_another_name() -> None:
-    renamed = {**MOE, "num_local_experts": 8}
-    del renamed["num_experts"]
-    sizes = Sizes(ModelSpec.of({"text_config": renamed}), 1)
-    assert sizes.elements(rows_of(MOE)) == parameters(MOE)
 
 
 def test_rollouts() -> None:
@@ -123,31 +124,7 @@ def test_a_cache_of_a_given_size_needs_no_size_of_the_gpu() -> None:
     assert shown["KV cache, bytes a token"] == "6,144"
 
 
-@pytest.mark.parametrize(
-    ("nodes", "colocated", "expected"),
-    [
-        (2, None, memory.GPUs(16, 16, shared=True)),
-        (2, {"enabled": True}, memory.GPUs(16, 16, shared=True)),
-        (
-            4,
-            {"enabled": False, "resources": {"num_nodes": 1, "gpus_per_node": 8}},
-            memory.GPUs(8, 24, shared=False),
-        ),
-        (
-            1,
-            {"enabled": False, "resources": {"num_nodes": None, "gpus_per_node": 2}},
-            memory.GPUs(2, 6, shared=False),
-        ),
-    ],
-)
-def test_gpus(nodes: int, colocated: dict[str, Any] | None, expected: memory.GPUs) -> None:
-    config = {
-        "policy": {"generation": {"backend": "vllm", "colocated": colocated}},
-        "cluster": {"num_nodes": nodes, "gpus_per_node": 8},
-    }
-    assert memory.gpus_of(Sections(config, DRIVERS["grpo"])) == expected
-
-
+RM, MATH = {"env_name": "reward_model"}, {"env_name": "math"}
 TEACHERS = {
     "enabled": True,
     "teacher_model_by_agent_name": {"math": "big", "code": "big", "chat": "other"},
@@ -157,42 +134,49 @@ TEACHERS = {
         "teacher_overrides": {"math": {"num_nodes": 3}, "code": {"num_nodes": 4}},
     },
 }
+EACH = TEACHERS | {"deduplicate_shared_teacher_checkpoints": False}
+POLICY_TEACHERS = "on_policy_distillation"
 
 
 @pytest.mark.parametrize(
     ("driver", "nodes", "settings", "left"),
     [
-        ("grpo", 1, {}, 8),
-        ("grpo", 1, {"data": {"default": {"env_name": "reward_model"}}}, 6),
-        ("ppo", 4, {"data": {"train": [{"env_name": "math"}, {"env_name": "reward_model"}]}}, 24),
-        ("distillation", 4, {"data": {"default": {"env_name": "reward_model"}}}, 32),
-        ("grpo", 8, {"on_policy_distillation": TEACHERS}, 24),
-        (
-            "grpo",
-            16,
-            {
-                "on_policy_distillation": {
-                    **TEACHERS,
-                    "deduplicate_shared_teacher_checkpoints": False,
-                }
-            },
-            56,
-        ),
-        ("grpo", 8, {"on_policy_distillation": {**TEACHERS, "enabled": False}}, 64),
-        ("single_controller", 8, {"on_policy_distillation": TEACHERS}, 64),
+        ("grpo", 2, {}, 16),
+        ("grpo", 1, {"data": {"default": RM}}, 6),
+        ("ppo", 4, {"data": {"train": [MATH, RM]}}, 24),
+        ("distillation", 4, {"data": {"default": RM}}, 32),
+        ("grpo", 8, {POLICY_TEACHERS: TEACHERS}, 24),
+        ("grpo", 16, {POLICY_TEACHERS: EACH}, 56),
+        ("grpo", 8, {POLICY_TEACHERS: TEACHERS | {"enabled": False}}, 64),
+        ("single_controller", 8, {POLICY_TEACHERS: TEACHERS}, 64),
+    ],
+)
+@pytest.mark.parametrize(
+    ("resources", "rollout"),
+    [
+        (None, None),
+        ({"num_nodes": 1, "gpus_per_node": 4}, 4),
+        ({"num_nodes": None, "gpus_per_node": 2}, 2),
     ],
 )
 def test_gpus_of_reward_models_and_teachers_are_not_the_runs(
-    driver: str, nodes: int, settings: dict[str, Any], left: int
+    driver: str,
+    nodes: int,
+    settings: dict[str, Any],
+    left: int,
+    resources: dict[str, Any] | None,
+    rollout: int | None,
 ) -> None:
-    config = {
-        "policy": {"generation": {"backend": "vllm"}},
-        "env": {"reward_model": {"resources": {"num_nodes": 1, "gpus_per_node": 2}}},
-        "cluster": {"num_nodes": nodes, "gpus_per_node": 8},
-        **settings,
-    }
-    assert memory.gpus_of(Sections(config, DRIVERS[driver])) == memory.GPUs(left, left, shared=True)
-    apart = {"enabled": False, "resources": {"num_nodes": 1, "gpus_per_node": 4}}
-    config["policy"] = {"generation": {"backend": "vllm", "colocated": apart}}
-    found = memory.gpus_of(Sections(config, DRIVERS[driver]))
-    assert found == memory.GPUs(4, left - 4, shared=False)
+    expected = memory.GPUs(left, left, shared=True)
+    kinds: list[dict[str, Any] | None] = [None, {"enabled": True}]
+    if resources is not None and rollout is not None:
+        expected = memory.GPUs(rollout, left - rollout, shared=False)
+        kinds = [{"enabled": False, "resources": resources}]
+    for colocated in kinds:
+        config = {
+            "policy": {"generation": {"backend": "vllm", "colocated": colocated}},
+            "env": {"reward_model": {"resources": {"num_nodes": 1, "gpus_per_node": 2}}},
+            "cluster": {"num_nodes": nodes, "gpus_per_node": 8},
+            **settings,
+        }
+        assert memory.gpus_of(Sections(config, DRIVERS[driver])) == expected

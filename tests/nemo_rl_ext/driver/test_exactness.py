@@ -18,7 +18,7 @@ from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.driver.batch_correction import BatchCorrection
 from nemo_rl_ext.driver.exactness import equal_logprobs
 from nemo_rl_ext.patch_finder import PatchFinder
-from nemo_rl_ext.patches import batch, config
+from nemo_rl_ext.patches import batch_correction, config
 from support.nemo_rl import MasterConfig
 
 MODEL = "my-model"
@@ -115,7 +115,7 @@ def test_each_step_has_it_before_upstream_masks_what_differs(
     finder.run.plan = None if model is None else plan
     # As the loss makes it.
     finder.run.correction = BatchCorrection(ImportanceSampling(), in_pieces=plan.in_pieces)
-    batch.apply(module, finder)
+    batch_correction.apply(module, finder)
     metrics = getattr(module, name)(data((0, 3)), torch.ones(2), 1.0)
     step = finder.run.correction.end_step()[1]
     assert ("fp8rl/equal_logprobs" in step) == (plan.in_pieces and model is not None)

@@ -158,7 +158,8 @@ def test_a_module_that_imports_torch_is_taken_up_when_it_is_whole(tmp_path: Path
     """
     before, after = run(code, path).stdout.splitlines()
     assert "grpo" not in before
-    assert "('nemo_rl.algorithms.grpo', 'batch'), ('nemo_rl.algorithms.grpo', 'config')" in after
+    for patch in ("batch_correction", "config"):
+        assert f"('nemo_rl.algorithms.grpo', '{patch}')" in after
 
 
 ANEW = {

@@ -6,7 +6,7 @@ import math
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from nemo_rl_ext.patches import batch, skip_step, worker_classes
+from nemo_rl_ext.patches import batch_correction, skip_step, worker_classes
 
 FINDER: Any = SimpleNamespace(run=SimpleNamespace(correction=None, plan=None))
 
@@ -31,10 +31,10 @@ def choose(default_cls: str, config: Any, role: str = "") -> str:
 
 
 def test_of_the_batch_hook() -> None:
-    module: Any = ModuleType(batch.UPSTREAM[0].module)
-    setattr(module, batch.UPSTREAM[0].name, masking)
-    batch.apply(module, FINDER)
-    patched = getattr(module, batch.UPSTREAM[0].name)
+    module: Any = ModuleType(batch_correction.UPSTREAM[0].module)
+    setattr(module, batch_correction.UPSTREAM[0].name, masking)
+    batch_correction.apply(module, FINDER)
+    patched = getattr(module, batch_correction.UPSTREAM[0].name)
     assert patched("data", "rewards", math.inf, new=5) == {"seen": ("data", "rewards", None, 5)}
     assert patched("data", rewards="rewards") == {"seen": ("data", "rewards", None, 0)}
 

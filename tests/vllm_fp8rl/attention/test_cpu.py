@@ -12,6 +12,7 @@ import torch
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import fake_quantize_kv
+from support.attention import fake_quantized
 from support.engine import Engine
 
 pytest.importorskip("vllm")
@@ -104,11 +105,6 @@ def common_metadata(lengths: list[int], new: list[int], table: torch.Tensor) -> 
         block_table_tensor=table,
         slot_mapping=torch.tensor(slots),
     )
-
-
-def fake_quantized(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """float64 values that an E4M3 cache with this scale holds for ``x``."""
-    return (x.float() / scale).clamp(-448, 448).to(E4M3).double() * scale
 
 
 def attention_float64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,8 @@ from vllm_fp8rl.warmup import KernelWarmup
 from vllm_fp8rl.warmup import compile_kernels as program
 from vllm_fp8rl.warmup import kernel_warmup as warmup
 from vllm_fp8rl.warmup.kernel_lists import rows_to_try
-from vllm_fp8rl.warmup.kernel_warmup import find_job, find_nvcc
-from vllm_fp8rl.warmup.shapes import Job, Shape
+from vllm_fp8rl.warmup.kernel_warmup import find_nvcc, find_toolchain
+from vllm_fp8rl.warmup.shapes import Shape, Toolchain
 
 # As csrc/jit/compiler.hpp and kernel_runtime.hpp of DeepGEMM 2.5 do: the name hashes the source,
 # the compiler's version and the flags; a kernel is loaded as soon as it has been made. DEEP_JIT
@@ -87,7 +87,7 @@ LINEAR = [Shape(256, 128, 1024), Shape(512, 256, 1024)]
 
 
 @pytest.fixture(params=["2.8", pytest.param("2.5", marks=pytest.mark.slow)])
-def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
+def toolchain(tmp_path: Path, request: pytest.FixtureRequest) -> Toolchain:
     package = tmp_path / "deep_gemm"
     package.mkdir()
     code = PACKAGE
@@ -99,25 +99,25 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
     nvcc.parent.mkdir()
     nvcc.write_text(NVCC)
     nvcc.chmod(0o755)
-    return Job(str(tmp_path / "jit"), str(package), str(nvcc), "H100", 0, full=False)
+    return Toolchain(str(tmp_path / "jit"), str(package), str(nvcc), "H100", 0, full=False)
 
 
-one_layout = pytest.mark.parametrize("job", ["2.8"], indirect=True)
+one_layout = pytest.mark.parametrize("toolchain", ["2.8"], indirect=True)
 """For tests of our processes, to which the layout of a cache makes no difference."""
 
 
-def compiled(job: Job) -> list[str]:
+def compiled(toolchain: Toolchain) -> list[str]:
     """The command line of each compiler that has run."""
-    log = Path(job.nvcc).parent / "log"
+    log = Path(toolchain.nvcc).parent / "log"
     return log.read_text().splitlines() if log.exists() else []
 
 
-def kernels(job: Job) -> list[Path]:
-    return list(Path(job.cache).glob("cache/*"))
+def kernels(toolchain: Toolchain) -> list[Path]:
+    return list(Path(toolchain.cache).glob("cache/*"))
 
 
-def run_program(job: Job, shapes: list[Shape]) -> dict[str, Any]:
-    lines = [json.dumps(asdict(job)), *(json.dumps(shape) for shape in shapes)]
+def run_program(toolchain: Toolchain, shapes: list[Shape]) -> dict[str, Any]:
+    lines = [json.dumps(asdict(toolchain)), *(json.dumps(shape) for shape in shapes)]
     command = [sys.executable, "-m", "vllm_fp8rl.warmup.compile_kernels"]
     done = subprocess.run(
         command, input="\n".join(lines), capture_output=True, text=True, check=True, timeout=100
@@ -136,30 +136,32 @@ for rows in numbers:
 """
 
 
-def meet(job: Job, shape: Shape, *numbers: int) -> None:
+def meet(toolchain: Toolchain, shape: Shape, *numbers: int) -> None:
     """What an engine does at products of so many rows, in a process of its own."""
-    folder = Path(job.package).parent
+    folder = Path(toolchain.package).parent
     script = folder / "products.py"
     script.write_text(PRODUCTS)
-    names = {"DG_JIT_CACHE_DIR": job.cache, "DG_JIT_NVCC_COMPILER": job.nvcc}
+    names = {"DG_JIT_CACHE_DIR": toolchain.cache, "DG_JIT_NVCC_COMPILER": toolchain.nvcc}
     arguments = shape.n, shape.k, list(numbers)
     done = run_forked(script, *arguments, timeout=60, folders=(folder,), **names)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-def test_an_engine_finds_what_two_processes_have_made_together(job: Job) -> None:
+def test_an_engine_finds_what_two_processes_have_made_together(toolchain: Toolchain) -> None:
     with ThreadPoolExecutor(2) as pool:  # one has the shapes in the other order
         orders = (LINEAR, LINEAR[::-1])
-        answers = list(pool.map(lambda shapes: run_program(job, shapes), orders))
+        answers = list(pool.map(lambda shapes: run_program(toolchain, shapes), orders))
     assert [answer["error"] for answer in answers] == [None, None]
-    assert sum(answer["compiled"] for answer in answers) == len(compiled(job)) == 6
-    assert all(line.endswith(f"/kernel.cubin -O3 -I{job.package}") for line in compiled(job))
-    assert all(job.is_compiled(shape) for shape in LINEAR)
-    files = {file.name for path in kernels(job) for file in path.iterdir()}
+    assert sum(answer["compiled"] for answer in answers) == len(compiled(toolchain)) == 6
+    assert all(
+        line.endswith(f"/kernel.cubin -O3 -I{toolchain.package}") for line in compiled(toolchain)
+    )
+    assert all(toolchain.is_compiled(shape) for shape in LINEAR)
+    files = {file.name for path in kernels(toolchain) for file in path.iterdir()}
     assert files - {".committed"} == {"kernel.cu", "kernel.cubin"}
-    meet(job, LINEAR[0], 1, 16, 17, 256, 257, 1024)
-    assert len(compiled(job)) == 6
+    meet(toolchain, LINEAR[0], 1, 16, 17, 256, 257, 1024)
+    assert len(compiled(toolchain)) == 6
 
 
 def test_a_compiler_that_hangs_is_ended_with_what_it_started(
@@ -177,28 +179,28 @@ def test_a_compiler_that_hangs_is_ended_with_what_it_started(
 
 
 @pytest.mark.slow
-def test_experts_and_what_the_cache_has(job: Job) -> None:
+def test_experts_and_what_the_cache_has(toolchain: Toolchain) -> None:
     experts = Shape(256, 128, 512, groups=4)
-    meet(job, LINEAR[0], 1)
-    assert run_program(job, [LINEAR[0], experts]) == {"compiled": 4, "error": None}
-    kernels(job)[0].joinpath("kernel.cubin").unlink()
-    assert not all(job.is_compiled(shape) for shape in (LINEAR[0], experts))
+    meet(toolchain, LINEAR[0], 1)
+    assert run_program(toolchain, [LINEAR[0], experts]) == {"compiled": 4, "error": None}
+    kernels(toolchain)[0].joinpath("kernel.cubin").unlink()
+    assert not all(toolchain.is_compiled(shape) for shape in (LINEAR[0], experts))
 
 
 @one_layout
 def test_shapes_are_compiled_while_a_model_is_built_and_not_again(
-    job: Job, caplog: pytest.LogCaptureFixture
+    toolchain: Toolchain, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "vllm.fp8rl")
     logging.getLogger("vllm").propagate = True
-    cold = KernelWarmup(1024, lambda: job)
+    cold = KernelWarmup(1024, lambda: toolchain)
     for _ in range(2):  # layers
         cold.add(256, 128)
         cold.add(512, 256)
     cold.close()
     assert cold.join(timeout=60)
     assert "6 DeepGEMM kernels for 2 weight shapes compiled ahead" in caplog.text
-    warm = KernelWarmup(1024, lambda: job)
+    warm = KernelWarmup(1024, lambda: toolchain)
     warm.add(256, 128)
     assert warm._process is None
     assert warm.join()
@@ -207,38 +209,38 @@ def test_shapes_are_compiled_while_a_model_is_built_and_not_again(
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["compiler", "package"])
 def test_a_failure_is_a_warning_and_leaves_no_kernel(
-    job: Job, broken: str, caplog: pytest.LogCaptureFixture
+    toolchain: Toolchain, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("vllm").propagate = True
     if broken == "compiler":
-        (Path(job.nvcc).parent / "broken").touch()
+        (Path(toolchain.nvcc).parent / "broken").touch()
     else:
-        (Path(job.package) / "__init__.py").write_text("raise OSError('no such library')")
-    warmup = KernelWarmup(1024, lambda: job)
+        (Path(toolchain.package) / "__init__.py").write_text("raise OSError('no such library')")
+    warmup = KernelWarmup(1024, lambda: toolchain)
     warmup.add(256, 128)
     assert warmup.join(timeout=60)
     assert "first steps will be slow" in caplog.text
     assert {"compiler": "no such header", "package": "no such library"}[broken] in caplog.text
-    assert kernels(job) == []
-    assert not job.is_compiled(Shape(256, 128, 1024))
-    assert not list(Path(job.cache).glob("tmp/*"))
+    assert kernels(toolchain) == []
+    assert not toolchain.is_compiled(Shape(256, 128, 1024))
+    assert not list(Path(toolchain.cache).glob("tmp/*"))
 
 
 def test_no_job_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("vllm").propagate = True
     monkeypatch.setattr(envs, "VLLM_DEEP_GEMM_WARMUP", "relax", raising=False)
     monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
-    assert find_job() is None
+    assert find_toolchain() is None
     assert "DG_JIT_USE_NVRTC is set" in caplog.text
     monkeypatch.delenv("DG_JIT_USE_NVRTC")
     monkeypatch.setenv("DG_JIT_CACHE_DIR", "jit")
     monkeypatch.setenv("CUDA_HOME", "nowhere")
     monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(__file__="deep_gemm/x.py"))
-    assert find_job() is None
+    assert find_toolchain() is None
     assert "there is no nvcc; install" in caplog.text
     monkeypatch.setattr(warmup, "find_nvcc", lambda environ: Path("nvcc"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    assert find_job() is None
+    assert find_toolchain() is None
     assert "kernels would run when they are listed" in caplog.text
 
 
@@ -255,9 +257,9 @@ def test_kernels_are_compiled_ahead_whatever_warm_up_vllm_has(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    job = find_job()
-    assert job is not None and job.cache == "jit"
-    assert job.full == (setting == "full")
+    toolchain = find_toolchain()
+    assert toolchain is not None and toolchain.cache == "jit"
+    assert toolchain.full == (setting == "full")
 
 
 @settings(deadline=None)

@@ -1,4 +1,4 @@
-"""What vLLM makes of weights once they are loaded: made anew by a refit, or refused by name.
+"""What vLLM makes of weights once they are loaded: made again by a refit, or refused by name.
 
 vLLM lets a quantization method, an attention layer and its backend take something out of the
 loaded weights: a packed matrix, a float32 copy. The inventory does not know such a tensor, so a
@@ -69,13 +69,13 @@ def _keeper(module: Any, *, is_model: bool) -> Any:
 
 
 def _is_step_of(found: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether the step of an object is the one of a class here, and not a subclass's own."""
+    """Tell whether the step of an object is the one of a class here, and not a subclass's own."""
     step = getattr(type(found), _STEP, None)
     return any(step is getattr(kind, _STEP, None) for kind in kinds)
 
 
 def _may_be_packed(linear: Any) -> bool:
-    """Whether vLLM may pack this convolution on a CPU, and its loader does not pack it again."""
+    """Tell whether vLLM may pack this convolution on a CPU, which its loader does not repeat."""
     weight = linear.weight
     if not weight.is_cpu or weight.ndim != 3:
         return False
@@ -83,7 +83,7 @@ def _may_be_packed(linear: Any) -> bool:
 
 
 def _converts_sinks(impl: Any) -> bool:
-    """Whether an attention backend copies what it is given; FlashInfer does so with sinks alone."""
+    """Tell whether an attention backend copies its input; FlashInfer does so with sinks alone."""
     step = getattr(impl, _STEP, None)
     if step is None or step.__module__ == _NO_STEP:
         return False

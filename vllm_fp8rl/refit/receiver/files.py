@@ -56,7 +56,7 @@ def read_files(
 
 
 def _found(path: str | os.PathLike[str]) -> list[WeightFile]:
-    """The files, whose headers and index have been checked."""
+    """Return the files, whose headers and index have been checked."""
     if not isinstance(path, (str, os.PathLike)):
         raise RefitError(f"{path!r} is no path of a safetensors file or of a folder of them.")
     try:
@@ -97,7 +97,7 @@ def _read(path: Path, files: Sequence[WeightFile]) -> Iterator[Named]:
 
 
 def _listed(path: Path) -> tuple[list[Path], Mapping[str, Path] | None]:
-    """The files to read, and the index's table of which file holds which tensor, if any."""
+    """Return the files to read, and the index's table of which file holds which tensor, if any."""
     index = read_index(path) if path.is_dir() else None
     if index is not None:
         files = sorted(set(index.values()))

@@ -129,7 +129,7 @@ class Inventory:
 
     @classmethod
     def of(cls, model: torch.nn.Module, names: Sequence[str] = ()) -> Inventory:
-        """The model's inventory, made again for another model or after a parameter was replaced.
+        """Return the model's inventory, made again for another model or a replaced parameter.
 
         Args:
             model: the model, or the part of it that is loaded.
@@ -149,13 +149,13 @@ class Inventory:
         return all(h is not None and h[0].get(h[1]) is h[2] for h in held)
 
     def kv_scales_among(self, parameters: Collection[str]) -> set[str]:
-        """The names on the wire of KV scales, by the engine parameters that a load wrote to."""
+        """Return the names on the wire of KV scales, by the engine parameters of a load."""
         return {
             scale_name(*key) for key, each in self._scales.items() if each.parameter in parameters
         }
 
     def leaves_out(self, name: str) -> bool:
-        """Whether the engine has no place for a tensor, by its own choice.
+        """Tell whether the engine has no place for a tensor, by its own choice.
 
         Those are the tensors of a tower that it was started without (``limit_mm_per_prompt`` 0 for
         all that the tower reads), those of layers for multi-token prediction, and others that
@@ -169,7 +169,7 @@ class Inventory:
         return dropped or tower_of(name) not in self._towers | {None}
 
     def routes(self, names: Sequence[str]) -> bool:
-        """Whether a batch of these names can be written by :meth:`write`.
+        """Tell whether a batch of these names can be written by :meth:`write`.
 
         Each has a route then, and no two of them are for the same rows.
         """
@@ -206,7 +206,7 @@ class Inventory:
         return written
 
     def _find(self, name: str) -> Entry | None:
-        """The entry of a tensor, KV scales included."""
+        """Return the entry of a tensor, KV scales included."""
         entry = self.entries.get(name)
         if entry is None:
             parsed = parse_scale_name(name)
@@ -295,7 +295,7 @@ def _tensors(
     fused: dict[str, list[str]],
     whole: tuple[int, ...] | None,
 ) -> Iterator[tuple[str, Entry]]:
-    """The HF tensors that make one parameter, with the engine's names of what precedes them.
+    """Yield the HF tensors that make one parameter, with the engine's names of what precedes them.
 
     Args:
         whole: shape of the HF tensor by the table of families; None for a linear's, and for a
@@ -323,7 +323,7 @@ def _tensors(
 
 
 def _modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Every module by its path; a vocabulary matrix by each of its paths.
+    """Return every module by its path; a vocabulary matrix by each of its paths.
 
     Up to vLLM 0.27.1 a tied ``lm_head`` is the module ``embed_tokens`` itself.
     """
@@ -338,7 +338,7 @@ def _modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def _linear(
     name: str, module: LinearBase, parameter: torch.nn.Parameter, fused: dict[str, list[str]]
 ) -> Iterator[tuple[str, Entry]]:
-    """The HF tensors that make one parameter of a linear layer, in the order of its rows."""
+    """Yield the HF tensors that make one parameter of a linear layer, in the order of its rows."""
     path, _, leaf = name.rpartition(".")
     parent, _, module_leaf = path.rpartition(".")
     kind: Kind = "plain"
@@ -402,7 +402,7 @@ def _store(
 
 
 def _experts(path: str, module: RoutedExperts) -> Iterator[tuple[str, Entry]]:
-    """The tensors of a layer's experts, of every rank: each by itself, and all in one."""
+    """Yield the tensors of a layer's experts, of every rank: each by itself, and all in one."""
     experts = module.w13_weight.grid
     layout, quantized = experts.layout, isinstance(experts, ExpertGrids)
     kind: Kind = "codes" if quantized else "plain"

@@ -83,7 +83,7 @@ class RefitSession:
         self._parameters: set[str] = set()
         self._kv_scales: dict[str, float] = {}
         self._came: set[str] = set()
-        """Names that have come, and those that came in a fused tensor."""
+        """Names that have come, alone or in a fused tensor."""
         self._scaled: set[str] = set()
         self._written: set[str] = set()
         """Tied tensors, by their first name."""
@@ -304,7 +304,7 @@ class RefitSession:
         self._verify_taken([name for name, _ in weights], loaded)
 
     def _known_kv_scale(self, name: str) -> str:
-        """The canonical name of a tensor that is no weight of the model."""
+        """Return the canonical name of a tensor that is no weight of the model."""
         parsed = parse_scale_name(name)
         if parsed is None:
             raise RefitError(
@@ -322,7 +322,7 @@ class RefitSession:
         return canonical
 
     def _check_pairs(self, arriving: dict[str, torch.dtype]) -> set[str]:
-        """Names of all scales of FP8 codes that have come, those arriving included."""
+        """Return the names of all scales of FP8 codes that have come, those arriving included."""
         scaled = self._scaled | {name for name in arriving if name.endswith(_SCALES)}
         for scales in scaled:
             weight = scales.removesuffix(_SCALES)
@@ -339,7 +339,7 @@ class RefitSession:
         return scaled
 
     def _untied(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """The stream with tied tensors under their first name, and each of them once.
+        """Yield the stream with tied tensors under their first name, and each of them once.
 
         vLLM skips the second name unread, or raises where the first is not in the same batch.
         """
@@ -402,7 +402,7 @@ def _ended() -> RefitError:
 
 
 def _equals_live(model: torch.nn.Module, entry: Entry, tensor: torch.Tensor) -> bool:
-    """Whether this rank's rows of a vocabulary tensor are what the engine holds."""
+    """Tell whether this rank's rows of a vocabulary tensor are what the engine holds."""
     path, _, leaf = entry.parameter.rpartition(".")
     module: Any = model.get_submodule(path)
     live = getattr(module, leaf).data

@@ -227,7 +227,7 @@ class RefitWorker(RefitMixin):
 
 
 def has_refit_methods(extension: str) -> bool:
-    """Whether a ``worker_extension_cls`` (a qualified name, or empty) has :class:`RefitMixin`."""
+    """Tell whether a ``worker_extension_cls``, named in full or empty, has :class:`RefitMixin`."""
     return bool(extension) and issubclass(pkgutil.resolve_name(extension), RefitMixin)
 
 

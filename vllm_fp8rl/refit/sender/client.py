@@ -146,7 +146,7 @@ class RequestGate:
     def close(
         self, reason: str, remedy: str = REMEDY, *, mended: Callable[[], bool] = lambda: False
     ) -> None:
-        """Refuse requests from now on, except those of :func:`admitted`.
+        """Refuse requests from now on, except within :func:`admitted`.
 
         Args:
             reason: beginning of the error.
@@ -244,7 +244,7 @@ class Workers:
                     answers = self.call(call.step, *call.args)
 
     def may_run(self) -> bool:
-        """Whether a step could run on every worker."""
+        """Tell whether a step could run on every worker."""
         try:
             self.call("fp8rl_refit_check")
         except Fp8RLError:

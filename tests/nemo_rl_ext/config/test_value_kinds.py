@@ -13,8 +13,8 @@ from nemo_rl_ext.config.drivers import BLOCK, DRIVERS, GUARD, LOSS, MEGATRON, VL
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.keys import Sections
 from nemo_rl_ext.config.merge import read
-from nemo_rl_ext.config.values import _MAPPINGS as MAPPINGS
-from nemo_rl_ext.config.values import KINDS
+from nemo_rl_ext.config.value_kinds import _MAPPINGS as MAPPINGS
+from nemo_rl_ext.config.value_kinds import KINDS
 from support.nemo_rl import put
 
 HOSTILE: tuple[Any, ...] = (

@@ -1,15 +1,20 @@
-"""What must hold between topologies, on CPUs and on GPUs."""
+"""What must hold between topologies: tests that a file for CPUs and one for GPUs import.
+
+Such a file has fixtures ``weights``, ``ranks`` (:class:`Results`) and ``same_bits``
+(:class:`SameBits` of the topology ``name``), and ``pytest_generate_tests``, which calls
+:func:`parametrize` with its topologies.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from fp8rl.models.families import FUSED
-from megatron_fp8rl.testing.launch import LaunchError
 from support.parallel.run import EXPERTS, LAYERS, SINGLES, TOPOLOGIES, Topology
 
 # Relative, one a step. Pipeline and data parallel forwards compute what one process does, bit for
@@ -35,6 +40,16 @@ MOE_FP8_MODULES = {
         for leaf in ("gate_up_proj", "down_proj")
     ),
 }
+SINGLE_OF = {(topology.kind, topology.dtype): name for name, topology in SINGLES.items()}
+
+
+class SameBits(NamedTuple):
+    """What equals one process to the bit."""
+
+    loss: bool
+    """The first loss."""
+    scales: str | None
+    """KV scales with this part in their names; None for none."""
 
 
 class Results:
@@ -42,12 +57,11 @@ class Results:
 
     Args:
         out: folder of the files.
-        error: how a world ended; told where a file is missing.
+        known: results that need no file, by topology.
     """
 
-    def __init__(self, out: Path, error: LaunchError | None = None) -> None:
-        self._out, self._error = out, error
-        self._loaded: dict[str, list[dict[str, Any]]] = {}
+    def __init__(self, out: Path, known: dict[str, list[dict[str, Any]]] | None = None) -> None:
+        self._out, self._loaded = out, dict(known or {})
 
     def files(self, name: str) -> list[Path]:
         """One a rank; each appears when it is complete."""
@@ -56,38 +70,51 @@ class Results:
     def of(self, name: str) -> list[dict[str, Any]]:
         """One result a rank."""
         if name not in self._loaded:
-            files = self.files(name)
-            if self._error is not None and not all(file.exists() for file in files):
-                raise self._error
-            self._loaded[name] = [torch.load(file, weights_only=False) for file in files]
+            self._loaded[name] = [torch.load(f, weights_only=False) for f in self.files(name)]
         return self._loaded[name]
+
+    def single(self, name: str) -> dict[str, Any]:
+        """What one process found: the truth for a topology."""
+        return self.of(single_name(name))[0]
 
 
 def topology_of(name: str) -> Topology:
     return {**SINGLES, **TOPOLOGIES}[name]
 
 
-def check_losses(name: str, both: list[dict], expected: list[float], *, exact: bool) -> None:
-    """Args:
-    exact: the first loss is the same to the bit.
-    """
+def single_name(name: str) -> str:
     topology = topology_of(name)
-    last_stages = [rank["losses"] for rank in both if rank["losses"]]
+    return SINGLE_OF[topology.kind, topology.dtype]
+
+
+def parametrize(metafunc: pytest.Metafunc, names: Iterable[str]) -> None:
+    """Give a test its topologies, unless it names them itself."""
+    given = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")}
+    if "name" in metafunc.fixturenames and "name" not in given:
+        metafunc.parametrize("name", names)
+
+
+def test_losses_equal_one_process(ranks, same_bits, name, record_property):
+    topology = TOPOLOGIES[name]
+    expected = ranks.single(name)["losses"]
+    last_stages = [rank["losses"] for rank in ranks.of(name) if rank["losses"]]
+    off = [f"{abs(a / b - 1):.1e}" for a, b in zip(last_stages[-1], expected, strict=True)]
+    record_property(f"{name}, {ranks.of(name)[0]['backend']}", f"losses off by {', '.join(off)}")
     assert len(last_stages) == (1 if topology.pp > 1 else 2)
     for losses in last_stages:
         for loss, truth, tolerance in zip(
             losses, expected, LOSS_TOLERANCE[topology.dtype], strict=True
         ):
             assert loss == pytest.approx(truth, rel=tolerance)
-        if exact:
+        if same_bits.loss:
             assert losses[0] == expected[0]
     assert expected[-1] < expected[0]
 
 
-def check_modules(name: str, both: list[dict], single: dict) -> None:
-    topology = topology_of(name)
+def test_pins_follow_global_layer_numbers(ranks, name):
+    topology, both = TOPOLOGIES[name], ranks.of(name)
     expected = MOE_FP8_MODULES if topology.moe else FP8_MODULES
-    assert set(single["modules"]) == expected
+    assert set(ranks.single(name)["modules"]) == expected
     found = [set(rank["modules"]) for rank in both]
     assert found[0] | found[1] == expected
     fused = sum(rank["fused"] for rank in both) // (1 if topology.pp > 1 else 2)
@@ -104,12 +131,10 @@ def check_modules(name: str, both: list[dict], single: dict) -> None:
         assert found[0] == found[1]
 
 
-def check_export(
-    name: str, both: list[dict], single: dict, weights: dict[str, dict[str, torch.Tensor]]
-) -> None:
-    topology = topology_of(name)
+def test_export_equals_one_process_bit_for_bit(ranks, weights, name):
+    topology, both = TOPOLOGIES[name], ranks.of(name)
     for rank in both:
-        assert list(rank["exported"]) == list(single["exported"])
+        assert list(rank["exported"]) == list(ranks.single(name)["exported"])
         for tensor_name, tensor in rank["exported"].items():
             assert tensor.dtype == topology.dtype
             expected = weights[topology.kind][tensor_name]
@@ -119,8 +144,9 @@ def check_export(
         assert not torch.equal(tensor, both[0]["exported"][tensor_name]), tensor_name
 
 
-def check_gathered_codes(both: list[dict]) -> None:
-    for rank in both:
+@pytest.mark.parametrize("name", ["tp2-sp"])
+def test_gathering_codes_equals_gathering_activations_first_bit_for_bit(ranks, name):
+    for rank in ranks.of(name):
         bits = rank["bits"]
         # dx is a sum over ranks either way, the other two are one product on the same codes.
         assert bits["same"] == [True, True, True]
@@ -128,10 +154,11 @@ def check_gathered_codes(both: list[dict]) -> None:
         assert bits["sent"] == [("torch.uint8", tokens * 200), ("torch.float32", tokens * 2 * 4)]
 
 
-def check_untied(both: list[dict], weights: dict[str, dict[str, torch.Tensor]]) -> None:
+@pytest.mark.parametrize("name", ["tp2", "vpp2"])
+def test_untied_head_and_a_load_that_fails_on_every_rank(ranks, weights, name):
     head = weights["dense"]["model.embed_tokens.weight"].flip(0)
     expected = weights["dense"] | {"lm_head.weight": head}
-    for rank in both:
+    for rank in ranks.of(name):
         assert list(rank["untied"])[-1] == "lm_head.weight"
         assert sorted(rank["untied"]) == sorted(expected)
         for tensor_name, tensor in rank["untied"].items():
@@ -139,46 +166,41 @@ def check_untied(both: list[dict], weights: dict[str, dict[str, torch.Tensor]]) 
         assert "missing, the first is 'model.layers.3.mlp.up_proj.weight'" in rank["untied_error"]
 
 
-def check_codes(name: str, both: list[dict], scale_format: str) -> None:
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+def test_trainer_codes_equal_codes_of_the_exported_weights(ranks, name, scale_format):
     """After training: 100% of the codes and scales, against the whole HF matrix on one grid."""
-    topology = topology_of(name)
-    counts: dict[str, list[int]] = {}
-    for rank in both:
-        for module, (compared, wrong) in rank["codes"][scale_format].items():
-            counts.setdefault(module, []).append(compared)
-            assert wrong == 0, f"{module}: {wrong} of {compared}"
-    parts = {
-        f"{prefix}.{part}"
-        for prefix, _, leaf in (
-            module.rpartition(".") for module in (MOE_FP8_MODULES if topology.moe else FP8_MODULES)
-        )
-        for part in FUSED.get(leaf, (leaf,))
-    }
-    assert set(counts) == parts
-    gate = 512 * 256 // topology.tp
-    assert counts["model.layers.0.mlp.gate_proj"][0] == gate + gate // 128**2
+    for run in (name, single_name(name)):
+        topology = topology_of(run)
+        counts: dict[str, list[int]] = {}
+        for rank in ranks.of(run):
+            for module, (compared, wrong) in rank["codes"][scale_format].items():
+                counts.setdefault(module, []).append(compared)
+                assert wrong == 0, f"{run}, {module}: {wrong} of {compared}"
+        modules = MOE_FP8_MODULES if topology.moe else FP8_MODULES
+        parts = {
+            f"{prefix}.{part}"
+            for prefix, _, leaf in (module.rpartition(".") for module in modules)
+            for part in FUSED.get(leaf, (leaf,))
+        }
+        assert set(counts) == parts
+        gate = 512 * 256 // topology.tp
+        assert counts["model.layers.0.mlp.gate_proj"][0] == gate + gate // 128**2
 
 
-def check_kv_scales(name: str, both: list[dict], single: dict, exact: str | None) -> None:
-    """Args:
-    exact: part of the names of those that are the same to the bit; None for none.
-    """
-    topology = topology_of(name)
-    expected = single["amax"]
+def test_kv_scales_equal_one_process(ranks, same_bits, name):
+    exact, tolerance = same_bits.scales, SCALE_TOLERANCE[TOPOLOGIES[name].dtype]
+    expected = ranks.single(name)["amax"]
     assert len(expected) == 3 * LAYERS
-    for rank in both:
+    for rank in ranks.of(name):
         assert set(rank["amax"]) == set(expected)
         for scale_name, scale in rank["amax"].items():
-            tolerance = (
-                0.0
-                if exact is not None and exact in scale_name
-                else SCALE_TOLERANCE[topology.dtype]
-            )
-            torch.testing.assert_close(scale, expected[scale_name], rtol=tolerance, atol=0.0)
+            rtol = 0.0 if exact is not None and exact in scale_name else tolerance
+            torch.testing.assert_close(scale, expected[scale_name], rtol=rtol, atol=0.0)
 
 
-def check_clipped(both: list[dict], single: dict) -> None:
+def test_clipped_keys_and_values_are_counted_over_all_ranks(ranks, name):
     """Attention over FP8 K and V from the second step on; every rank is told the same."""
+    both, single = ranks.of(name), ranks.single(name)
     for rank in both:
         assert rank["clipped"] == both[0]["clipped"]
         assert set(rank["clipped"]) == {"k_clipped_share", "v_clipped_share"}
@@ -187,26 +209,18 @@ def check_clipped(both: list[dict], single: dict) -> None:
             assert share == pytest.approx(single["clipped"][key], rel=0.1)
 
 
-def check_int8(name: str, both: list[dict], single: dict) -> None:
-    """Rows of K and V are heads, which no topology splits, so the loss is that of one process."""
-    losses = [rank["int8"] for rank in both if rank["int8"] is not None]
-    assert len(losses) == (1 if topology_of(name).pp > 1 else 2)
-    # Where one of the two heads is not rounded, the loss moves by a fifth of this.
-    rounding = abs(single["int8"] - single["losses"][0])
-    assert rounding > 0
-    for loss in losses:
-        assert loss == pytest.approx(single["int8"], rel=0, abs=0.1 * rounding)
-        if topology_of(name).tp == 1:
-            assert loss == single["int8"]
-
-
-def check_nan(both: list[dict]) -> None:
-    for rank in both:
+def test_nan_on_one_rank_is_an_error_on_every_rank(ranks, name):
+    for rank in ranks.of(name):
         assert rank["nan"].startswith("KV scale 'model.layers.2.self_attn.k_scale' is nan")
 
 
-def check_checkpoints(both: list[dict], saved_with: str) -> None:
+@pytest.mark.parametrize("name", ["dp2-bf16"])
+@pytest.mark.parametrize("saved_with", ["from fp8", "from bf16"])
+def test_checkpoints_of_the_distributed_optimizer_load_with_and_without_the_plugin(
+    ranks, name, saved_with
+):
     """One loaded in the other precision goes on as the run that saved it, changed over."""
+    both = ranks.of(name)
     for rank in both:
         found = rank["checkpoints"][saved_with]
         for part in ("word_embeddings.weight", "linear_fc2.weight", "master ", "exp_avg "):
