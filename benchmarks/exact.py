@@ -93,25 +93,30 @@ def compare(options: argparse.Namespace, recipe: Recipe, sampled: dict[str, Any]
             sys.stdout.write(f"{name}: {json.dumps(row)}\n")
             sys.stdout.flush()
             options.out.write_text(json.dumps(found, indent=1) + "\n")
+    rows = found["runs"].values()
+    if recipe.exact and any(min(row["equal"], row["packed_equal"]) < 1 for row in rows):
+        sys.exit("exact does not hold: some log-probabilities differ.")
 
 
 def sample(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     """Sample in an engine of this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # with experts vLLM 0.26 does not by itself
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
     from vllm import LLM, SamplingParams
 
     from vllm_fp8rl import engine_args
     from vllm_fp8rl.calibration import calibrate_kv_scales
     from vllm_fp8rl.refit import refit
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    prompts = [chat_ids(tokenizer, prompt) for prompt in PROMPTS]
     if options.random_prompts:
         make = torch.Generator().manual_seed(0)
-        lengths = torch.randint(20, 60, (len(prompts),), generator=make).tolist()
-        prompts = [torch.randint(1, 10_000, (n,), generator=make).tolist() for n in lengths]
+        words = min(10_000, AutoConfig.from_pretrained(options.model).vocab_size)
+        lengths = torch.randint(20, 60, (len(PROMPTS),), generator=make).tolist()
+        prompts = [torch.randint(1, words, (n,), generator=make).tolist() for n in lengths]
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        prompts = [chat_ids(tokenizer, prompt) for prompt in PROMPTS]
     several = options.tp > 1
     began = time.monotonic()
     llm = LLM(
@@ -125,6 +130,7 @@ def sample(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         disable_log_stats=False,
         enforce_eager=options.eager,
         generation_config="vllm",
+        skip_tokenizer_init=options.random_prompts,
         **({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if several else {}),
         **engine_args(recipe),
     )

@@ -21,7 +21,6 @@ from rich.console import Console
 from fp8rl.cli.exact import read_prompts
 from fp8rl.errors import OptionError
 from fp8rl_bench.variants import VARIANTS
-from fp8rl_bench.worker import sentence
 
 DEFAULT = tuple(VARIANTS)[:6]
 ON_CPU = ("bf16", "fp8rl-kv", "fp8rl", "fp8rl-exact")
@@ -62,7 +61,7 @@ def bench(
     """
     import torch
 
-    from fp8rl.models.folder import folder_config
+    from fp8rl.models.folder import folder_config, local_folder
     from fp8rl_bench.advice import advise, recipe_line
     from fp8rl_bench.facts import versions
     from fp8rl_bench.report import tables, write_page
@@ -71,7 +70,7 @@ def bench(
     names = _variants(variants, device)
     requests = _load(load or ("4x16x8" if device == "cpu" else "256x512x1024"))
     texts = None if prompts is None else list(read_prompts(prompts))
-    folder = _folder(model, random)
+    folder = local_folder(model, weights=not random)
     config = folder_config(folder)
     config = config.get("text_config") or config
     try:
@@ -270,20 +269,3 @@ def _load(text: str) -> tuple[int, ...]:
             "256x512x1024."
         )
     return tuple(map(int, text.split("x")))
-
-
-def _folder(model: str, random: bool) -> Path:
-    """Return the folder of a model; one of the hub is downloaded, random ones without weights."""
-    if Path(model).exists() or model.startswith((".", "/")):
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.jinja", "*.txt", "tokenizer*"]
-    try:
-        kept = patterns if random else [*patterns, "*.safetensors"]
-        return Path(snapshot_download(model, allow_patterns=kept))
-    except Exception as error:  # of many kinds: no network, no such name, no access
-        raise OptionError(
-            f"'{model}' is no folder, and cannot be loaded from the hub "
-            f"({sentence(error)}); give the folder of a model."
-        ) from None

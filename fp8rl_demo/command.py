@@ -155,27 +155,10 @@ def _precisions(compare: str) -> list:
     return list(dict.fromkeys(names))
 
 
-def _model_folder(name: str) -> str:
-    """Return the folder of a model, after a download if it is a name on the hub."""
-    if Path(name).is_dir():
-        return str(Path(name).resolve())
-    from huggingface_hub import snapshot_download
-
-    try:
-        return snapshot_download(
-            name, allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
-        )
-    except (OSError, ValueError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise OptionError(
-            f"--model: '{name}' is no folder, and the hub gave no such model ({why}); give a "
-            "folder."
-        ) from None
-
-
 def _settings(text: str | None, seed: int, model: str | None, task: str) -> Settings:
     from pydantic import ValidationError
 
+    from fp8rl.models.folder import local_folder
     from fp8rl.reading import explain, parse_json
     from fp8rl_demo.settings import PRETRAINED, Settings
 
@@ -199,7 +182,7 @@ def _settings(text: str | None, seed: int, model: str | None, task: str) -> Sett
         if unused := sorted({"model", "warm_start"} & set(given)):
             raise OptionError(f"--settings: '{unused[0]}' means nothing with --model; remove it.")
         given = {**PRETRAINED, **given}
-        options["pretrained"] = _model_folder(model)
+        options["pretrained"] = str(local_folder(model))
     try:
         return Settings.model_validate({**given, **options})
     except ValidationError as error:

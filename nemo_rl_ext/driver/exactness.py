@@ -6,7 +6,6 @@ import json
 import logging
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from fp8rl import Recipe
@@ -61,18 +60,4 @@ def _command(model: str, recipe: Recipe) -> str:
     """Return the command line that compares the modules of a model under the recipe of a run."""
     given = recipe.model_dump(mode="json", exclude_defaults=True)
     options = [] if given == {"exact": True} else ["--recipe", json.dumps(given)]
-    return shlex.join(["fp8rl", "exact", _folder(model), *options])
-
-
-def _folder(model: str) -> str:
-    """Return what 'fp8rl exact' takes: a model's folder, for a name that of Hugging Face's cache.
-
-    Where there is none here, the name as it is.
-    """
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        found = None if Path(model).is_dir() else try_to_load_from_cache(model, "config.json")
-    except ValueError:  # no name that the hub can have
-        found = None
-    return str(Path(found).parent) if isinstance(found, str) else model
+    return shlex.join(["fp8rl", "exact", model, *options])

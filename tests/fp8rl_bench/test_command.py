@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fp8rl.errors import OptionError
 from fp8rl_bench import command
 from fp8rl_bench.worker import Row, sentence
 
@@ -19,7 +18,7 @@ from fp8rl_bench.worker import Row, sentence
         ({"variants": ","}, "choose among bf16"),
         ({"load": "256x512"}, "'256x512' is no load"),
         ({"load": "0x512x1"}, "is no load"),
-        ({"model": "/no/such/folder"}, "config.json"),
+        ({"model": "/no/such/folder"}, "is no folder"),
         ({"prompts": Path("/no/such/file")}, "cannot be read"),
     ],
 )
@@ -102,8 +101,3 @@ def test_a_part_that_fails_becomes_a_sentence(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "row.json").read_text())
     assert found == {"failed": {"speed": "ValueError: no luck"}, "start_seconds": 1.0}
     assert sentence(KeyError()) == "KeyError" and len(sentence(ValueError("x" * 999))) < 260
-
-
-def test_a_name_that_is_no_folder_and_not_on_the_hub_is_refused() -> None:
-    with pytest.raises(OptionError, match="'no-such/model' is no folder, and cannot be loaded"):
-        command._folder("no-such/model", random=True)

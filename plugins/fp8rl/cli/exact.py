@@ -33,7 +33,7 @@ def add_exact(app: typer.Typer, plugins: PluginManager) -> None:
 
     @app.command("exact")
     def exact(
-        model: Annotated[Path, typer.Argument(help="Folder of a model with safetensors.")],
+        model: Annotated[str, typer.Argument(help="Folder of a model, or a name on the hub.")],
         recipe: Annotated[
             str | None, typer.Option(help="Recipe file or JSON; else the default with exact.")
         ] = None,
@@ -60,12 +60,13 @@ def add_exact(app: typer.Typer, plugins: PluginManager) -> None:
             )
         # Here, because it imports torch.
         from fp8rl.first_layers import write_first_layers
+        from fp8rl.models.folder import local_folder
 
         loaded = Recipe(exact=True) if recipe is None else load_recipe(recipe, plugins)
         with TemporaryDirectory() as folder:
             small = Path(folder, "model")
             small.mkdir()
-            write_first_layers(model, layers, small)
+            write_first_layers(local_folder(model), layers, small)
             texts = _PROMPTS if prompts is None else read_prompts(prompts)
             request = ExactRequest(small, loaded, texts, Path(folder, "record.pt"))
             record(request)

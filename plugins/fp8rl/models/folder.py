@@ -21,6 +21,35 @@ RECIPE_FILE = "fp8rl_recipe.json"
 """File in which a checkpoint names the recipe of its run."""
 
 
+def local_folder(model: str, *, weights: bool = True) -> Path:
+    """Return the folder of a model, after a download if it is a name on the hub.
+
+    Args:
+        model: a folder, or a name on Hugging Face's hub.
+        weights: download them too.
+
+    Raises:
+        ModelError: there is no such folder, and the hub gives no such model.
+    """
+    if Path(model).is_dir():
+        return Path(model).resolve()
+    if model.startswith((".", "/")):
+        raise ModelError(
+            f"'{model}' is no folder; give the folder of a model, or its name on the hub."
+        )
+    from huggingface_hub import snapshot_download
+
+    kinds = ["json", "jinja", "txt", "model", *(["safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(model, allow_patterns=[f"*.{kind}" for kind in kinds]))
+    except Exception as error:  # of many kinds: no network, no such name, no access
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"'{model}' is no folder, and the hub gave no such model ({why}); give the folder of "
+            "a model."
+        ) from None
+
+
 def folder_module_names(folder: Path) -> Sequence[str]:
     """Global names of the modules with weights, in the order of their layers.
 

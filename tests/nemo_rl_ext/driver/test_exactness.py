@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -56,25 +55,6 @@ def test_the_share_and_the_error(
         assert "1 of 3 tokens" in errors[0] and errors[0].endswith(": fp8rl exact my-model")
     else:
         assert not errors
-
-
-def test_the_error_names_the_folder_of_a_model_from_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "models--some--model" / "snapshots" / "abc"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}", encoding="utf-8")
-    (refs := tmp_path / "models--some--model" / "refs").mkdir()
-    (refs / "main").write_text("abc", encoding="utf-8")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    for name, said in (
-        ("some/model", folder),
-        (str(folder), folder),
-        ("some/other", "some/other"),
-        ("/no/such/folder", "/no/such/folder"),
-    ):
-        equal_logprobs(data((0, 3)), name, Recipe(exact=True), on_policy=True)
-        assert caplog.messages[-1].endswith(f": fp8rl exact {said}")
 
 
 def test_the_error_names_the_recipe_of_the_run(caplog: pytest.LogCaptureFixture) -> None:
