@@ -67,9 +67,17 @@ class ModuleReplacement:
 
         Or if ranks, which all have built it now, do not add as the trainer's do.
         """
-        from vllm_fp8rl.kernels.exact import ExactRMSNorm, ExactRotary, check_sums
+        from vllm_fp8rl.kernels.exact import (
+            ExactRMSNorm,
+            ExactRotary,
+            ExactSiluAndMul,
+            check_sums,
+        )
 
-        for ours, upstream in ((ExactRMSNorm, "RMSNorm"), (ExactRotary, "RotaryEmbedding")):
+        needed = [(ExactRMSNorm, "RMSNorm"), (ExactRotary, "RotaryEmbedding")]
+        if not getattr(self._engine.model_config.hf_text_config, "num_experts", 0):
+            needed.append((ExactSiluAndMul, "SiluAndMul"))
+        for ours, upstream in needed:
             if not any(isinstance(new, ours) for new in made):
                 raise UnsupportedError(
                     f"exact needs vLLM's {upstream} in the model, and none was built; choose "

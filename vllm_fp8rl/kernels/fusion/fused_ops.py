@@ -1,7 +1,7 @@
 """The fused quantization kernels as custom operations, which torch.compile can trace.
 
-None of them mutates its inputs. Codes have the shape of the quantized matrix, scales ``[groups,
-rows padded to 4]``, see :mod:`fp8rl.numerics.triton.activations`.
+None of them mutates its inputs. Codes are ``[rows, columns padded to 128]``, scales ``[groups, rows
+padded to 4]``, see :mod:`fp8rl.numerics.triton.activations`.
 """
 
 from __future__ import annotations

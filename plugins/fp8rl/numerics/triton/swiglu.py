@@ -318,9 +318,10 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     rows, columns = x.shape[0], x.shape[1] // 2
     y = x.new_empty(rows, columns)
     if rows:
-        _plain_kernel[(rows, triton.cdiv(columns, _WIDTH))](
-            x, y, columns, x.stride(0), WIDTH=_WIDTH, NATIVE=has_native_cast(x.device)
-        )
+        with torch.cuda.device_of(x):
+            _plain_kernel[(rows, triton.cdiv(columns, _WIDTH))](
+                x, y, columns, x.stride(0), WIDTH=_WIDTH, NATIVE=has_native_cast(x.device)
+            )
     return y
 
 
