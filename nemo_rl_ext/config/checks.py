@@ -12,7 +12,15 @@ from typing import Any, get_args
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.recipe import KVCache, KVDtype
-from nemo_rl_ext.config.drivers import BLOCK, GUARD, LOSS, MEGATRON, VLLM
+from nemo_rl_ext.config.drivers import (
+    BLOCK,
+    GUARD,
+    LOSS,
+    MEGATRON,
+    VLLM,
+    WORKER_KEY,
+    is_our_worker,
+)
 from nemo_rl_ext.config.exact import refuse_inexact
 from nemo_rl_ext.config.keys import READERS, Sections, block_path, has_fp8_kv, kv_dtype
 from nemo_rl_ext.config.rules import OFF, Rule, refuse
@@ -40,8 +48,8 @@ def refuse_unread_settings(
         acting.discard(MEGATRON)
         if set(blocks) == {MEGATRON}:
             raise UnsupportedError(
-                f"'{where}' needs '{MEGATRON}.enabled' true: DTensor workers train in BF16; set "
-                "it, or remove the block."
+                f"'{where}' needs '{MEGATRON}.enabled' true: {sections.other_trainer} workers "
+                "train in BF16; set it, or remove the block."
             )
     for key, readers in READERS.items():
         value = getattr(given, key)
@@ -52,7 +60,10 @@ def refuse_unread_settings(
             continue
         missing = [path for path in readers if path in driver.serves]
         if MEGATRON in blocks and key == "training":
-            reason = f"DTensor workers train in BF16; set it to false, or '{MEGATRON}.enabled' true"
+            reason = (
+                f"{sections.other_trainer} workers train in BF16; set it to false, or "
+                f"'{MEGATRON}.enabled' true"
+            )
         elif missing:
             reason = (
                 f"'{block_path(missing[0])}' is not set; interpolate the block there, or remove it"
@@ -160,6 +171,17 @@ _ROLLOUTS: tuple[Rule, ...] = (
         "(CUDA IPC or NCCL broadcast).",
     ),
     (
+        f"{VLLM}.refit_with_reload_api",  # newer than 7ea279a, as the next one
+        OFF,
+        "is true, by which vLLM reloads weights past fp8rl's checks of a refit; set it to false.",
+    ),
+    (
+        "policy.generation.lora_refit_mode",
+        (None, "merged"),
+        "is '{}', which sends adapters alone, and FP8 rollouts take merged weights; set it to "
+        "merged.",
+    ),
+    (
         f"{VLLM}.pipeline_parallel_size",
         (None, 1),
         f"is {{}}, but FP8 rollouts are served with 1; use '{VLLM}.tensor_parallel_size'.",
@@ -186,16 +208,20 @@ _ROUTERS_OF_TRAINING: tuple[Rule, ...] = (
 
 def _other_workers(recipe: Recipe, sections: Sections) -> Iterator[Rule]:
     """Rules of keys by which another worker takes the place of ours, without a word."""
-    key = "worker_extension_cls_fqn"  # newer than 7ea279a
     text = "selects a {} in place of fp8rl's, which '{}' needs; remove it, or the fp8rl block."
     if (recipe.rollout or recipe.training) and sections.megatron.get("enabled"):
         ours = block_path(MEGATRON if MEGATRON in sections.blocks else VLLM)
         other = text.format("Megatron worker of another number format", ours)
         yield "policy.quant_cfg", (None,), other
-        yield f"policy.{key}", (None,), text.format("Megatron worker", ours)
+        yield f"policy.{WORKER_KEY}", _unset_or_ours, text.format("Megatron worker", ours)
     if recipe.rollout:
         other = text.format("vLLM worker", block_path(VLLM))
-        yield f"policy.generation.{key}", (None,), other
+        yield f"policy.generation.{WORKER_KEY}", _unset_or_ours, other
+
+
+def _unset_or_ours(name: Any) -> bool:
+    """Tell whether a key of worker classes may stay: a checkpoint's config may name our class."""
+    return name is None or is_our_worker(name)
 
 
 def _backends(dtype: KVDtype) -> Iterator[Rule]:
@@ -304,7 +330,7 @@ def refuse_in_training(block: Mapping[str, Any], where: str, sections: Sections)
     if (block.get("kv_cache") or {}).get("in_training"):
         remedy, reason = (
             f"'{MEGATRON}.enabled' true",
-            "the DTensor trainer attends over its own K and V",
+            f"the {sections.other_trainer} trainer attends over its own K and V",
         )
         if sections.megatron.get("enabled"):
             remedy = "'grpo' or the single controller as driver"

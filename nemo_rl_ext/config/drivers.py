@@ -18,6 +18,10 @@ MEGATRON = "policy.megatron_cfg"
 LOSS = "loss_fn"
 BLOCK = "fp8rl"
 GUARD = "fp8rl_guard"
+OTHER_TRAINERS = {"Automodel": "policy.automodel_cfg", "DTensor": "policy.dtensor_cfg"}
+"""NeMo RL's trainer without Megatron: its name and section since 0.8.0, and those before."""
+WORKER_KEY = "worker_extension_cls_fqn"
+"""Of ``policy`` and ``policy.generation``, newer than 7ea279a: the class of the workers."""
 PLAN = "fp8rl_plan"
 """Written into ``policy`` and ``loss_fn``: the run's :class:`nemo_rl_ext.config.plan.RunPlan`."""
 ARGUMENTS = "policy.generation.vllm_kwargs.additional_config"
@@ -113,7 +117,7 @@ _TABLE = (
         ("run_rm.py",),
         "rm",
         (),
-        "NeMo RL trains reward models with DTensor workers alone, which run in BF16",
+        "NeMo RL trains reward models with DTensor or Automodel workers alone, which run in BF16",
     ),
     Driver(
         "xtoken_off_policy_distillation",
@@ -121,7 +125,8 @@ _TABLE = (
         ("run_xtoken_off_policy_distillation.py",),
         "teachers",
         (),
-        "it generates nothing, and NeMo RL trains it with DTensor workers alone, which run in BF16",
+        "it generates nothing, and NeMo RL trains it with DTensor or Automodel workers alone, "
+        "which run in BF16",
     ),
     Driver(
         "eval",
@@ -139,6 +144,11 @@ def driver_of(config: Mapping[str, Any]) -> Driver | None:
     """Return the driver that a whole config is for, by its top-level keys; None if none fits."""
     found = [driver for driver in _TABLE if config.get(driver.section) is not None]
     return found[-1] if found else None
+
+
+def is_our_worker(name: Any) -> bool:
+    """Tell whether a value of :data:`WORKER_KEY` names one of our classes."""
+    return str(name).startswith("nemo_rl_ext.workers.")
 
 
 def meant(key: Any) -> str | None:

@@ -76,8 +76,8 @@ def require_both_sections(where: str, sections: Sections) -> None:
             )
     if not sections.megatron.get("enabled"):
         raise RecipeError(
-            f"'{where}.exact' needs '{MEGATRON}.enabled' true, because DTensor workers have none "
-            "of its kernels; set it, or remove the key."
+            f"'{where}.exact' needs '{MEGATRON}.enabled' true, because "
+            f"{sections.other_trainer} workers have none of its kernels; set it, or remove the key."
         )
 
 

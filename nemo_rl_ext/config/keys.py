@@ -16,7 +16,7 @@ from typing import Any
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError
 from fp8rl.recipe import KVDtype
-from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, VLLM, Driver
+from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, OTHER_TRAINERS, VLLM, Driver
 
 READERS = {
     "rollout": (VLLM,),
@@ -75,8 +75,13 @@ class Sections:
         return found
 
     @property
+    def other_trainer(self) -> str:
+        """Name of NeMo RL's trainer without Megatron, by the section that this config has."""
+        return next((n for n, path in OTHER_TRAINERS.items() if self.at(path)), "DTensor")
+
+    @property
     def sends_kv_scales(self) -> bool:
-        """Whether refits bring KV scales of the trainer; DTensor workers make none."""
+        """Whether refits bring KV scales of the trainer; others make none."""
         return self.driver.sends_kv_scales and bool(self.megatron.get("enabled"))
 
     def trainer_can_round(self, dtype: KVDtype) -> bool:

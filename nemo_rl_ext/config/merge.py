@@ -45,6 +45,16 @@ _OF_ROLLOUTS: tuple[Rule, ...] = (
         f"is another number format than fp8rl's; remove it or '{VLLM}.{BLOCK}'.",
     ),
     (
+        "policy.generation.nvfp4_pertoken_rollout.enabled",  # newer than 7ea279a
+        OFF,
+        f"is true, which samples in NVFP4; set it to false, or remove '{VLLM}.{BLOCK}'.",
+    ),
+    (
+        f"{VLLM}.quantization_ignore_patterns",  # newer than 7ea279a, refused there without MXFP8
+        (None, [], ()),
+        f"is a list of MXFP8's; write its names into '{VLLM}.{BLOCK}.pins.names' and remove it.",
+    ),
+    (
         f"{VLLM}.precision",
         (None, "auto", "bfloat16", "bf16", "fp8"),
         f"is {{!r}}; with '{VLLM}.{BLOCK}' it can only be 'fp8' or 'bfloat16'.",
@@ -56,13 +66,21 @@ _OF_ROLLOUTS: tuple[Rule, ...] = (
         f"to false, or remove '{VLLM}.{BLOCK}'.",
     ),
 )
-_OF_TRAINING: tuple[Rule, ...] = tuple(
+_OF_TRAINING: tuple[Rule, ...] = (
+    *(
+        (
+            f"{MEGATRON}.model_overrides.{key}",
+            (None,),
+            f"switches Transformer Engine's FP8 on beside '{MEGATRON}.{BLOCK}'; remove one of "
+            "them.",
+        )
+        for key in ("fp8", "fp8_recipe", "fp8_quantizer_factory")
+    ),
     (
-        f"{MEGATRON}.model_overrides.{key}",
-        (None,),
-        f"switches Transformer Engine's FP8 on beside '{MEGATRON}.{BLOCK}'; remove one of them.",
-    )
-    for key in ("fp8", "fp8_recipe", "fp8_quantizer_factory")
+        f"{MEGATRON}.fp4_cfg.enabled",  # newer than 7ea279a
+        OFF,
+        f"is true, which trains in NVFP4; set it to false, or remove '{MEGATRON}.{BLOCK}'.",
+    ),
 )
 
 
@@ -123,6 +141,9 @@ def read(sections: Sections) -> RunPlan | None:
         require_both_sections(first, sections)
     merged = _Merge(block, first)
     notes: list[str] = []
+    for path in (VLLM, MEGATRON):
+        if path in blocks:
+            _refuse_other_engines(sections, path)
     if VLLM in blocks:
         _rollout(merged, sections)
         _rotation(merged, sections.megatron)
@@ -131,7 +152,8 @@ def read(sections: Sections) -> RunPlan | None:
         merged.data["rollout"] = False
     if not sections.megatron.get("enabled"):
         merged.data["training"] = False
-        notes.append("the DTensor trainer runs in BF16; only the rollouts run in FP8.")
+        trainer = sections.other_trainer
+        notes.append(f"the {trainer} trainer runs in BF16; only the rollouts run in FP8.")
     elif MEGATRON in blocks:
         _training(merged, sections)
     else:
@@ -156,7 +178,7 @@ def read(sections: Sections) -> RunPlan | None:
             reason = (
                 "each engine has KV scales of its own, and NeMo RL does not pass them back"
                 if sections.megatron.get("enabled")
-                else "DTensor workers do not round K and V"
+                else f"{sections.other_trainer} workers do not round K and V"
             )
             notes.append(
                 "the trainer attends over K and V in its own dtype (kv_cache.in_training false): "
@@ -192,6 +214,15 @@ def _refuse_fp8_without_block(sections: Sections, section: str, key: str, value:
         raise RecipeError(
             f"'{section}.{key}' is {str(value).lower()} without '{section}.{BLOCK}'; rollouts and "
             "training must run by one recipe, so interpolate the block there as well."
+        )
+
+
+def _refuse_other_engines(sections: Sections, path: str) -> None:
+    """Refuse engines that would sample from our trainer, or in its place, without our worker."""
+    backend = sections.generation.get("backend", "vllm")
+    if VLLM in sections.driver.serves and backend != "vllm":
+        raise UnsupportedError(
+            f"'{path}.{BLOCK}' needs 'policy.generation.backend' vllm, not '{backend}'."
         )
 
 
@@ -231,12 +262,7 @@ class _Merge:
 
 
 def _rollout(merged: _Merge, sections: Sections) -> None:
-    vllm, generation = sections.vllm, sections.generation
-    if generation.get("backend", "vllm") != "vllm":
-        raise UnsupportedError(
-            f"'{VLLM}.{BLOCK}' needs 'policy.generation.backend' vllm, not "
-            f"'{generation['backend']}'."
-        )
+    vllm = sections.vllm
     refuse(_OF_ROLLOUTS, sections)
     arguments = sections.at("policy.generation.vllm_kwargs")
     quantization = arguments.get("quantization")

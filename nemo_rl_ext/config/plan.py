@@ -32,7 +32,7 @@ class RunPlan(BaseModel):
     model: str = ""
     """``policy.model_name``."""
     megatron: bool = False
-    """Whether Megatron workers train; else DTensor workers do."""
+    """Whether Megatron workers train; else DTensor or Automodel workers do."""
     kv_scales: Literal["trainer", "engine"] | None = None
     """Who makes the scales of an FP8 KV cache: the trainer, which sends them with its refits, or
     each engine for itself. None where the cache has none."""

@@ -11,7 +11,17 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, PLAN, QUANTIZATION, VLLM, Driver
+from nemo_rl_ext.config.drivers import (
+    BLOCK,
+    LOSS,
+    MEGATRON,
+    PLAN,
+    QUANTIZATION,
+    VLLM,
+    WORKER_KEY,
+    Driver,
+    is_our_worker,
+)
 from nemo_rl_ext.config.keys import Sections
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.model_pins import check_model, model_spec
@@ -43,6 +53,10 @@ def prepare(config: Any, driver: Driver, require: Callable[[str], None]) -> RunP
         del config.policy[PLAN]
     if sections.loss.get(PLAN) is not None:
         setattr(config.loss_fn, PLAN, None)
+    if is_our_worker(sections.policy.get(WORKER_KEY)):
+        del config.policy[WORKER_KEY]
+    if is_our_worker(sections.generation.get(WORKER_KEY)):
+        del config.policy["generation"][WORKER_KEY]
     plan = read(sections)
     if plan is None:
         return None
@@ -73,6 +87,8 @@ def hand_over(plan: RunPlan, config: Any) -> None:
             # 0.25, which the sampler's kernel adds up in another order.
             vllm["logprobs_mode"] = "raw_logprobs"
         if recipe.rollout:
+            # The trainer merges adapters; without the key, newer than 7ea279a, it sends them alone.
+            generation["lora_refit_mode"] = "merged"
             # An installation without the plugin refuses this quantization.
             arguments = generation.get("vllm_kwargs") or {}
             more = {**(arguments.get("additional_config") or {}), BLOCK: block}

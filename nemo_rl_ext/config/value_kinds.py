@@ -29,10 +29,12 @@ _SWITCHES = (
             "pow2_weight_scaling_factors",
             "pow2_activation_scaling_factors",
             "refit_prequantize",
+            "refit_with_reload_api",
         )
     ),
     "policy.generation.vllm_kwargs.enable_lora",
     "policy.generation.colocated.enabled",
+    "policy.generation.nvfp4_pertoken_rollout.enabled",
     "policy.router_replay.enabled",
     *(
         f"{MEGATRON}.{key}"
@@ -40,6 +42,7 @@ _SWITCHES = (
             "enabled",
             "peft.enabled",
             "fp8_cfg.enabled",
+            "fp4_cfg.enabled",
             "first_last_layers_bf16",
             "apply_rope_fusion",
             "moe_grouped_gemm",

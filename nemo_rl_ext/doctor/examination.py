@@ -209,7 +209,7 @@ def _decisions(plan: RunPlan, sections: Sections, gpus: GPUs) -> dict[str, str]:
             f"{recipe.kv_cache.recalibrate}"
         )
     linears = "FP8 linear layers" if recipe.training else "BF16"
-    trainer = "Megatron" if plan.megatron else "DTensor"
+    trainer = "Megatron" if plan.megatron else sections.other_trainer
     same = "the same " if gpus.shared and sections.generation else ""
     turns = ", in turn" if same else ""
     facts["training"] = f"{linears}; {trainer} on {same}{_count(gpus.training)}{turns}"

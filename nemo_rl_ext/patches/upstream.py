@@ -56,6 +56,8 @@ class Upstream:
     with ``=...`` are sometimes left out. None for what is not called."""
     replaced: bool = False
     """A method of ours takes its place and takes these parameters alone, so no others may come."""
+    unless: tuple[str, str] | None = None
+    """Module and name of what a newer NeMo RL has instead; where that exists, this is not used."""
 
 
 def resolve(module: ModuleType, upstream: Upstream) -> Any:
@@ -120,16 +122,27 @@ def compare_source(package: str, upstream: Upstream) -> None:
     Raises:
         UnsupportedError: it does not exist, or has other parameters.
     """
-    file = Path(package, *upstream.module.split(".")[1:]).with_suffix(".py")
-    node: Any = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else None
-    for part in upstream.name.split("."):
-        members = [n for n in getattr(node, "body", ()) if part in _names(n)]
-        if not members:
-            raise _missing(upstream)
-        node = members[-1]
+    if upstream.unless is not None and find_source(package, *upstream.unless) is not None:
+        return
+    node = find_source(package, upstream.module, upstream.name)
+    if node is None:
+        raise _missing(upstream)
     if upstream.parameters is None or isinstance(node, ast.ImportFrom):
         return
     _compare(upstream, _signature(node.args))
+
+
+def find_source(package: str, module: str, name: str) -> Any:
+    """Return the statement that defines a dotted name in a module's source; None if none does."""
+    place = Path(package, *module.split(".")[1:])
+    file = next((f for f in (place.with_suffix(".py"), place / "__init__.py") if f.is_file()), None)
+    node: Any = None if file is None else ast.parse(file.read_text(encoding="utf-8"))
+    for part in name.split("."):
+        members = [n for n in getattr(node, "body", ()) if part in _names(n)]
+        if not members:
+            return None
+        node = members[-1]
+    return node
 
 
 def _names(node: Any) -> set[str | None]:

@@ -1,10 +1,13 @@
 """The classes of the workers: where a config asks for fp8rl, Ray gets our subclasses.
 
 Why: ``Policy`` and ``VllmGeneration`` choose their worker classes from a fixed table.
-How: wraps ``resolve_policy_worker_cls`` and ``resolve_generation_worker_cls`` where the two classes
-call them, in the driver. The subclass runs in the Python environment of the class that it stands
-for. Without our keys both functions answer as before. ``Policy(worker_extension_cls_fqn=...)``
-replaces the resolved class afterwards, so the wrapped constructor refuses it where ours was needed.
+How: where the config has the key ``worker_extension_cls_fqn`` (newer than 7ea279a), wraps the
+constructors of both classes, which write ours into it. Elsewhere wraps
+``resolve_policy_worker_cls`` and ``resolve_generation_worker_cls`` where the two classes call them.
+All of it in the driver and the single controller; without our keys nothing changes. The subclass
+runs in the Python environment of the class that it stands for. The key, and
+``Policy(worker_extension_cls_fqn=...)``, replace the resolved class afterwards, so the wrapped
+constructors refuse another class there where ours is needed.
 Upstream: ``nemo_rl/models/policy/{lm_policy,utils}.py``,
 ``nemo_rl/models/generation/vllm/{vllm_generation,utils}.py``,
 ``nemo_rl/distributed/ray_actor_environment_registry.py``, ``nemo_rl/utils/venvs.py``; for the
@@ -18,14 +21,23 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from fp8rl.errors import UnsupportedError
-from nemo_rl_ext.config.drivers import BLOCK, MEGATRON, QUANTIZATION, VLLM
+from nemo_rl_ext.config.drivers import (
+    BLOCK,
+    MEGATRON,
+    QUANTIZATION,
+    VLLM,
+    WORKER_KEY,
+    is_our_worker,
+)
 from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.patch_finder import PatchFinder
-from nemo_rl_ext.patches.upstream import Upstream, resolve
+from nemo_rl_ext.patches.upstream import Upstream, find_source, resolve
 
 _VLLM = "nemo_rl.models.generation.vllm"
 _MEGATRON = "nemo_rl.models.policy.workers.megatron_policy_worker"
@@ -38,18 +50,33 @@ STANDS_FOR = {
     ),
     f"{_MEGATRON}.MegatronPolicyWorker": "nemo_rl_ext.workers.megatron.Fp8MegatronPolicyWorker",
 }
-"""Upstream's actor class -> ours. DTensor workers stay upstream's: they train in BF16."""
+"""Upstream's actor class -> ours. Those of DTensor and Automodel stay: they train in BF16."""
+_SYNCHRONOUS, _ASYNCHRONOUS, _TRAINER = STANDS_FOR
 
 _POLICY = Upstream(
     "nemo_rl.models.policy.lm_policy",
     "Policy.__init__",
     "self, cluster, config, tokenizer, *, worker_extension_cls_fqn=...",
 )
+_GENERATION = Upstream(
+    f"{_VLLM}.vllm_generation", "VllmGeneration.__init__", "self, cluster, config"
+)
 
 UPSTREAM = (
-    Upstream(f"{_VLLM}.vllm_generation", "resolve_generation_worker_cls", "default_cls, config"),
-    Upstream("nemo_rl.models.policy.lm_policy", "resolve_policy_worker_cls", "default_cls, config"),
+    Upstream(
+        _GENERATION.module,
+        "resolve_generation_worker_cls",
+        "default_cls, config",
+        unless=(f"{_VLLM}.config", f"VllmConfig.{WORKER_KEY}"),
+    ),
+    Upstream(
+        _POLICY.module,
+        "resolve_policy_worker_cls",
+        "default_cls, config",
+        unless=("nemo_rl.models.policy", f"PolicyConfig.{WORKER_KEY}"),
+    ),
     _POLICY,
+    _GENERATION,
     # What is called here.
     Upstream(_REGISTRY, "get_actor_python_env", "actor_class_fqn"),
     Upstream(_REGISTRY, "ACTOR_ENVIRONMENT_REGISTRY"),
@@ -133,8 +160,12 @@ UPSTREAM = (
 
 def apply(module: ModuleType, finder: PatchFinder) -> None:
     upstream = next(u for u in UPSTREAM if u.module == module.__name__)
+    constructor = _POLICY if module.__name__ == _POLICY.module else _GENERATION
+    asks = _trainer_asks if constructor is _POLICY else _rollouts_ask
+    if _exists(upstream.unless):
+        _wrap_constructor(module, constructor, asks, by_key=True)
+        return
     choose = resolve(module, upstream)
-    asks = _rollouts_ask if "generation" in upstream.name else _trainer_asks
 
     @functools.wraps(choose)
     def choosing(default_cls: str, config: Any, *args: Any, **kwargs: Any) -> str:
@@ -144,27 +175,68 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
         return register(chosen)
 
     setattr(module, upstream.name, choosing)
-    if module.__name__ == _POLICY.module:
-        _refuse_extensions(module.Policy, resolve(module, _POLICY))
+    if constructor is _POLICY:
+        _wrap_constructor(module, constructor, asks, by_key=False)
 
 
-def _refuse_extensions(policy: Any, construct: Any) -> None:
-    """Wrap the constructor of ``Policy``, which replaces the class that was chosen above."""
+def _exists(newer: tuple[str, str] | None) -> bool:
+    """Tell whether the imported NeMo RL defines a name, by its source."""
+    package = sys.modules.get("nemo_rl")
+    if package is None or newer is None:
+        return False
+    return find_source(package.__path__[0], *newer) is not None
+
+
+def _wrap_constructor(
+    module: ModuleType, constructor: Upstream, asks: Callable[[Any], bool], *, by_key: bool
+) -> None:
+    """Wrap the constructor of ``Policy`` or ``VllmGeneration``, which starts the workers.
+
+    Args:
+        module: defines the class.
+        constructor: the class's.
+        asks: whether a config needs a worker of ours.
+        by_key: write our class into the config, whose key this NeMo RL reads.
+    """
+    construct = resolve(module, constructor)
 
     @functools.wraps(construct)
     def __init__(*args: Any, **kwargs: Any) -> None:
         given = inspect.signature(construct).bind(*args, **kwargs).arguments
-        extension = given.get("worker_extension_cls_fqn")
-        plan = RunPlan.of(given["config"])
-        if extension is not None and plan is not None and plan.replaces_trainer:
-            section = VLLM if plan.of_trainer is None else MEGATRON
-            raise UnsupportedError(
-                f"Policy(worker_extension_cls_fqn='{extension}') replaces the Megatron worker that "
-                f"'{section}.{BLOCK}' needs; leave the argument out, or remove the block."
-            )
+        config = given["config"]
+        if asks(config):
+            _refuse_another(given.get(WORKER_KEY), config, f"Policy({WORKER_KEY}={{!r}})")
+            if by_key:
+                section = "policy" if constructor is _POLICY else "policy.generation"
+                _refuse_another(config.get(WORKER_KEY), config, f"{section}.{WORKER_KEY}={{!r}}")
+                config[WORKER_KEY] = register(_replaced(config))
         construct(*args, **kwargs)
 
-    policy.__init__ = __init__
+    getattr(module, constructor.name.partition(".")[0]).__init__ = __init__
+
+
+def _refuse_another(extension: str | None, config: Any, place: str) -> None:
+    """Refuse another class in the place of ours."""
+    if extension is None or is_our_worker(extension):
+        return
+    plan = RunPlan.of(config)
+    trains = plan is not None and plan.of_trainer is not None
+    section, kind = MEGATRON if trains else VLLM, "vLLM" if plan is None else "Megatron"
+    raise UnsupportedError(
+        f"{place.format(extension)} replaces the {kind} worker that '{section}.{BLOCK}' needs; "
+        "leave it out, or remove the block."
+    )
+
+
+def _replaced(config: Any) -> str:
+    """Return upstream's class that a config would start, without our keys.
+
+    Args:
+        config: section ``policy`` with a plan, or ``policy.generation``.
+    """
+    if RunPlan.of(config) is not None:
+        return _TRAINER
+    return _ASYNCHRONOUS if config["vllm_cfg"]["async_engine"] else _SYNCHRONOUS
 
 
 def register(upstream: str) -> str:

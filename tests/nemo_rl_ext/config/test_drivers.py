@@ -147,7 +147,7 @@ NOT_BY_DTENSOR = "'policy.megatron_cfg.enabled' true"
             "remove it.",
         ),
         ("dpo", {"loss_fn.fp8rl_guard": {}}, "'loss_fn.fp8rl_guard' has no effect in run_dpo.py"),
-        ("rm", {TRAINER: {}}, "DTensor workers alone, which run in BF16; remove it."),
+        ("rm", {TRAINER: {}}, "Automodel workers alone, which run in BF16; remove it."),
         ("distillation", {"teacher.megatron_cfg.fp8rl": {}}, "the teacher stays in BF16"),
         (
             "xtoken_off_policy_distillation",

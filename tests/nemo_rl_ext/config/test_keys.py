@@ -218,7 +218,19 @@ vllm.is_mx=true
 generation.quant_cfg=NVFP4
     'policy.generation.quant_cfg'
 generation.backend=sglang
-    'policy.generation.backend' vllm, not 'sglang'
+    'policy.generation.vllm_cfg.fp8rl' needs 'policy.generation.backend' vllm, not 'sglang'
+generation.backend=megatron ~vllm.fp8rl
+    'policy.megatron_cfg.fp8rl' needs 'policy.generation.backend' vllm, not 'megatron'
+generation.nvfp4_pertoken_rollout.enabled=true
+    'policy.generation.nvfp4_pertoken_rollout.enabled' is true, which samples in NVFP4
+megatron.fp4_cfg.enabled=true
+    'policy.megatron_cfg.fp4_cfg.enabled' is true, which trains in NVFP4
+vllm.refit_with_reload_api=true
+    'policy.generation.vllm_cfg.refit_with_reload_api' is true, by which vLLM reloads
+vllm.quantization_ignore_patterns=[mtp.*]
+    write its names into 'policy.generation.vllm_cfg.fp8rl.pins.names' and remove it
+generation.lora_refit_mode=native
+    'policy.generation.lora_refit_mode' is 'native', which sends adapters alone
 policy.quant_cfg=NVFP4_DEFAULT_CFG
     'policy.quant_cfg' selects a Megatron worker
 policy.quant_cfg=NVFP4_DEFAULT_CFG ~megatron.fp8rl
@@ -508,6 +520,35 @@ def test_the_engine_has_the_cache_and_the_driver_is_told_of_scales_that_are_sent
     generation = run.policy["generation"]
     assert generation["vllm_cfg"]["kv_cache_dtype"] == announced
     assert generation.get("vllm_kwargs", {}).get("kv_cache_dtype") == asked
+
+
+def test_keys_of_newer_releases_that_ask_for_nothing_else_are_served() -> None:
+    """A checkpoint's config names our classes where NeMo RL has a key for them."""
+    ours = "nemo_rl_ext.workers"
+    value = config(
+        {},
+        f"""policy.worker_extension_cls_fqn={ours}.megatron.Fp8MegatronPolicyWorker
+        generation.worker_extension_cls_fqn={ours}.vllm.Fp8VllmGenerationWorker
+        generation.nvfp4_pertoken_rollout.enabled=false megatron.fp4_cfg.enabled=false
+        vllm.refit_with_reload_api=false""",
+    )
+    run = MasterConfig(**value)
+    assert prepare(run, GRPO, lambda key: None) is not None
+    assert "worker_extension_cls_fqn" not in {**run.policy, **run.policy["generation"]}
+    assert run.policy["generation"]["lora_refit_mode"] == "merged"
+
+
+@pytest.mark.parametrize("name", ["DTensor", "Automodel"])
+def test_the_trainer_without_megatron_is_called_as_its_section(name: str) -> None:
+    section = {f"{name.lower()}_cfg": {"enabled": True}}
+    value = config({}, "megatron.enabled=false ~megatron.fp8rl", **section)
+    plan = read(Sections(value, GRPO))
+    assert plan is not None and not plan.megatron
+    assert plan.notes[0] == f"the {name} trainer runs in BF16; only the rollouts run in FP8."
+    with pytest.raises(UnsupportedError, match=f"true: {name} workers train in BF16"):
+        read(
+            Sections(config({}, "megatron.enabled=false ~vllm.fp8rl ~loss.fp8rl", **section), GRPO)
+        )
 
 
 DTENSOR = "the DTensor trainer runs in BF16; only the rollouts run in FP8."

@@ -68,11 +68,17 @@ READ_KEYS = sorted(
         *paths_of(config()),
         *(path for paths, _, _ in KINDS for path in paths),
         *MAPPINGS,
-        *(f"{VLLM}.{key}" for key in ("kv_cache_dtype", "precision")),
+        *(
+            f"{VLLM}.{key}"
+            for key in ("kv_cache_dtype", "precision", "quantization_ignore_patterns")
+        ),
         *(f"policy.{key}" for key in ("quant_cfg", "worker_extension_cls_fqn")),
         *(
             f"policy.generation.{key}"
-            for key in ("quant_cfg", "refit_transport", "worker_extension_cls_fqn")
+            for key in (
+                *("quant_cfg", "refit_transport", "worker_extension_cls_fqn"),
+                *("backend", "lora_refit_mode"),
+            )
         ),
         *(
             f"policy.generation.vllm_kwargs.{key}"

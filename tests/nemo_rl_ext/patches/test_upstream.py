@@ -123,3 +123,17 @@ def test_what_is_gone_is_told_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="does not exist"):
         resolve(ModuleType(MODULE), upstream)
     assert MODULE not in sys.modules
+
+
+def test_what_a_newer_release_has_instead_need_not_be_there(tmp_path: Path) -> None:
+    """Its module may be a package, and its name a key of a class."""
+    upstream = Upstream(MODULE, "train", "self", unless=("nemo_rl_of_a_test.config", "Config.key"))
+    with pytest.raises(UnsupportedError, match="train does not exist"):
+        compare_source(str(tmp_path), upstream)
+    file = tmp_path / "config" / "__init__.py"
+    file.parent.mkdir()
+    file.write_text("class Config(dict):\n    other: int\n")
+    with pytest.raises(UnsupportedError, match="train does not exist"):
+        compare_source(str(tmp_path), upstream)
+    file.write_text("class Config(dict):\n    other: int\n    key: str\n")
+    compare_source(str(tmp_path), upstream)

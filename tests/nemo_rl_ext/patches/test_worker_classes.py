@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from support.nemo_rl import planned
 from support.processes import run_code
 
 EXTENSION = "my_package.MyWorker"
+KEY = "worker_extension_cls_fqn"
 
 
 def resolve_policy_worker_cls(default_cls: str, config: dict[str, Any]) -> str:
@@ -46,6 +48,11 @@ class Policy:
         skip_weight_load: bool = False,
     ) -> None:
         self.extension = worker_extension_cls_fqn
+
+
+class VllmGeneration:
+    def __init__(self, cluster: Any, config: Any, name_prefix: str = "vllm_policy") -> None:
+        self.config = config
 
 
 @pytest.fixture
@@ -77,7 +84,7 @@ def test_a_worker_extension_in_the_place_of_our_class_is_refused(
     policy: Any, given: Any, key: str
 ) -> None:
     """Naively it would train in BF16 without a word."""
-    with pytest.raises(UnsupportedError, match=rf"{EXTENSION}.*'{key}' needs; leave the argument"):
+    with pytest.raises(UnsupportedError, match=rf"{EXTENSION}.*'{key}' needs; leave it out"):
         policy(None, given, None, worker_extension_cls_fqn=EXTENSION)
     assert policy(None, given, None).extension is None
 
@@ -87,6 +94,63 @@ def test_a_worker_extension_that_displaces_nothing_of_ours_is_upstreams(
     policy: Any, given: Any
 ) -> None:
     assert policy(None, given, None, worker_extension_cls_fqn=EXTENSION).extension == EXTENSION
+
+
+@pytest.fixture
+def by_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """Both modules in one, of a NeMo RL whose config has the key and whose functions are gone."""
+    for file, name in (
+        ("models/policy/__init__.py", "PolicyConfig"),
+        ("models/generation/vllm/config.py", "VllmConfig"),
+    ):
+        path = tmp_path / file
+        path.parent.mkdir(parents=True)
+        path.write_text(f"class {name}(dict):\n    worker_extension_cls_fqn: str | None\n")
+    package: Any = ModuleType("nemo_rl")
+    package.__path__ = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, "nemo_rl", package)
+    monkeypatch.setattr(worker_classes, "register", lambda name: STANDS_FOR[name])
+
+    module: Any = ModuleType("nemo_rl.models.policy.lm_policy")
+    module.Policy = type("Policy", (), {"__init__": Policy.__init__})
+    module.VllmGeneration = type("VllmGeneration", (), {"__init__": VllmGeneration.__init__})
+    for name in (module.__name__, "nemo_rl.models.generation.vllm.vllm_generation"):
+        module.__name__ = name
+        worker_classes.apply(module, PatchFinder())
+    return module
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_where_the_config_has_the_key_it_names_our_classes(by_key: Any, asynchronous: bool) -> None:
+    synchronous, engine, trainer = STANDS_FOR.values()
+    given = config(trainer=True, rollouts=True)
+    by_key.Policy(None, given, None)
+    by_key.Policy(None, given, None)  # such as a second one of a run
+    assert given[KEY] == trainer
+    generation = {
+        "vllm_kwargs": {"quantization": "fp8rl"},
+        "vllm_cfg": {"async_engine": asynchronous},
+    }
+    by_key.VllmGeneration(None, config=generation)
+    assert generation[KEY] == (engine if asynchronous else synchronous)
+    for plain in (config(), config(megatron=False, rollouts=True)):
+        assert by_key.Policy(None, plain, None, worker_extension_cls_fqn=EXTENSION).extension
+        assert KEY not in plain
+    other = {**generation, "vllm_kwargs": {}, KEY: EXTENSION}
+    assert by_key.VllmGeneration(None, other).config[KEY] == EXTENSION
+
+
+def test_another_class_in_the_key_or_the_argument_is_refused(by_key: Any) -> None:
+    """A script may write the key after the driver's config has been checked."""
+    given = config(trainer=True, rollouts=True)
+    with pytest.raises(UnsupportedError, match="replaces the Megatron worker"):
+        by_key.Policy(None, given, None, worker_extension_cls_fqn=EXTENSION)
+    with pytest.raises(UnsupportedError, match=rf"^policy\.{KEY}='{EXTENSION}' replaces the Meg"):
+        by_key.Policy(None, {**given, KEY: EXTENSION}, None)
+    assert KEY not in given
+    generation = {"vllm_kwargs": {"quantization": "fp8rl"}, KEY: EXTENSION}
+    with pytest.raises(UnsupportedError, match=rf"^policy\.generation\.{KEY}=.* the vLLM worker"):
+        by_key.VllmGeneration(None, generation)
 
 
 @pytest.mark.parametrize("name", STANDS_FOR.values())
