@@ -41,7 +41,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(1000)
 def test_a_trained_model_has_speeds_memory_and_kl(model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("w20 w30 w40 w50\n\nw60 w70\nw80 w90 w100\n", encoding="utf-8")
+    longest = "x" * 200_000  # of one word, and more than an argument of a process may have
+    prompts.write_text(f"w20 w30 w40 w50\n\nw60 w70\n{longest}\n", encoding="utf-8")
     names = ["bf16", "stock-int8", "fp8rl-kv", "fp8rl-exact"]
     options = ("--variants", ",".join(names), "--load", "2x8x4", "--prompts", str(prompts))
     report = bench(model, tmp_path / "out", *options)
