@@ -64,7 +64,8 @@ def test_a_trained_model_has_speeds_memory_and_kl(model: Path, tmp_path: Path) -
     trainer = training["trainer"]
     assert set(trainer) == {"bf16", "fp8rl-kv", "fp8rl-exact"} == set(training["bf16_trainer"])
     assert trainer["fp8rl-exact"]["equal"] == 1.0 and trainer["bf16"]["kl_k3"] < 0.01
-    assert 0 < trainer["fp8rl-kv"]["kl_k3"] < training["bf16_trainer"]["fp8rl-kv"]["kl_k3"] * 2
+    # Both score the same answers; one that does not follow the recipe is no nearer to them.
+    assert 0 < trainer["fp8rl-kv"]["kl_k3"] < training["bf16_trainer"]["fp8rl-kv"]["kl_k3"]
     for part in ("linears", "layer", "forward"):
         assert all(ms > 0 for ms in training[part].values())
     assert set(training["layer"]) == {"BF16", "fp8rl", "fp8rl, FP8 K and V", "fp8rl, exact"}
