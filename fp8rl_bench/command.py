@@ -20,6 +20,7 @@ from rich.console import Console
 
 from fp8rl.cli.exact import read_prompts
 from fp8rl.errors import OptionError
+from fp8rl_bench.answers import PROMPTS
 from fp8rl_bench.variants import VARIANTS
 
 DEFAULT = tuple(VARIANTS)[:6]
@@ -61,7 +62,7 @@ def bench(
     """
     import torch
 
-    from fp8rl.models.folder import folder_config, local_folder
+    from fp8rl.models.folder import folder_config, local_folder, require_plain_weights
     from fp8rl_bench.advice import advise, recipe_line
     from fp8rl_bench.facts import versions
     from fp8rl_bench.report import tables, write_page
@@ -69,9 +70,11 @@ def bench(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     names = _variants(variants, device)
     requests = _load(load or ("4x16x8" if device == "cpu" else "256x512x1024"))
-    texts = None if prompts is None else list(read_prompts(prompts))
+    count = 128 if device == "cuda" else 4
+    texts = PROMPTS if prompts is None else read_prompts(prompts)
     folder = local_folder(model, weights=not random)
     config = folder_config(folder)
+    require_plain_weights(config, model)
     config = config.get("text_config") or config
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -86,8 +89,8 @@ def bench(
         "device": device,
         "load": requests,
         "memory": memory,
-        "prompts": texts,
-        "answers": 128 if device == "cuda" else 4,
+        "prompts": texts[:: max(1, len(texts) // count)][:count],
+        "calls": None if device == "cuda" else 1,
         "answer_tokens": 256 if device == "cuda" else 16,
         "words": min(150_000, config["vocab_size"]),
         "positions": config.get("max_position_embeddings", 1 << 20),
@@ -151,7 +154,7 @@ class Queue:
                     waiting = Process(self.job, [*self.names, "trainer"][number + 1])
                 started = time.monotonic()
                 try:
-                    rows[name] = process.measure(partial(self._say, name))
+                    rows[name] = process.measure(self._job(rows), partial(self._say, name))
                 finally:
                     process.end()
                 if name != "trainer":
@@ -163,6 +166,11 @@ class Queue:
             "variants": rows,
             "seconds": round(time.monotonic() - self.began),
         }
+
+    def _job(self, rows: dict[str, Any]) -> dict[str, Any]:
+        """Return the job of the next row: its load runs as often as in the rows before it."""
+        done = (len(row.get("tokens_per_second", ())) for row in rows.values())
+        return self.job | {"calls": next(filter(None, done), self.job["calls"])}
 
     def _too_long(self, rows: dict[str, Any]) -> bool:
         """Tell whether one more engine and the trainer would take too long."""
@@ -188,18 +196,11 @@ class Process:
         folder = Path(job["folder"])
         self._out, self._log = folder / f"{name}.json", folder / f"{name}.log"
         self._out.unlink(missing_ok=True)
-        module = "trainer" if name == "trainer" else "rollouts"
+        module = f"fp8rl_bench.{'trainer' if name == 'trainer' else 'rollouts'}"
         read, write = os.pipe()
-        whole = {
-            **job,
-            "variant": name,
-            "module": f"fp8rl_bench.{module}",
-            "out": str(self._out),
-            "events": write,
-        }
         with self._log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "fp8rl_bench.worker", json.dumps(whole)],
+                [sys.executable, "-m", "fp8rl_bench.worker", module, self._out, str(write)],
                 env={**os.environ, **environment(job["device"], name)},
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -210,11 +211,11 @@ class Process:
         os.close(write)
         self._events = os.fdopen(read, encoding="utf-8")
 
-    def measure(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """Give the process its turn, show its progress and return its row."""
+    def measure(self, job: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+        """Give the process its job and its turn, show its progress and return its row."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, and its log says why
-            self._process.stdin.write("go\n")
+            json.dump({**job, "variant": self.name}, self._process.stdin)
             self._process.stdin.close()
         for line in self._events:
             say(line.strip())

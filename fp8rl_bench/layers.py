@@ -6,7 +6,6 @@ import random
 import statistics
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,18 +15,21 @@ from fp8rl.errors import UnsupportedError
 from megatron_fp8rl.layers.linear import Fp8Linear
 
 
-def shape_of(config: Mapping[str, Any], **changes: Any) -> SimpleNamespace:
-    """Return a model's ``config.json`` in the form that :func:`build` takes."""
-    values = dict(config) | changes
-    scaling = values.pop("rope_scaling", None) or {}
-    values.setdefault("rope_parameters", {"rope_theta": values.get("rope_theta"), **scaling})
-    values.setdefault("initializer_range", 0.02)
-    values.setdefault("tie_word_embeddings", False)
-    return SimpleNamespace(**values)
+def shape_of(config: Mapping[str, Any], **changes: Any) -> Any:
+    """Return the values of a ``config.json`` as transformers reads them, for :func:`build`."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**{**config, **changes})
 
 
-def build(shape: SimpleNamespace, *, device: str = "cuda", **overrides: Any) -> Any:
-    """Build a GPTModel of the local spec with flash attention through torch's SDPA."""
+def build(shape: Any, *, device: str = "cuda", **overrides: Any) -> Any:
+    """Build a GPTModel of the local spec; attention on a GPU is torch's flash attention.
+
+    Megatron's own needs TransformerEngine to be more than three kernels.
+    """
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_fp8rl.testing.attention import UnroundedAttention
     from megatron_fp8rl.testing.models import build_gpt
 
     options = {
@@ -37,27 +39,11 @@ def build(shape: SimpleNamespace, *, device: str = "cuda", **overrides: Any) -> 
     }
     model = build_gpt(shape, **{**options, **overrides}).to(device)
     for layer in model.decoder.layers:
-        layer.self_attention.core_attention = FlashAttention()
-    return model
-
-
-class FlashAttention(torch.nn.Module):
-    """Causal attention; megatron's own needs TransformerEngine to be more than three kernels."""
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """``[s, b, heads, d]`` to ``[s, b, heads * d]``."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=True
+        scale = layer.self_attention.core_attention.softmax_scale
+        layer.self_attention.core_attention = UnroundedAttention(
+            model.config, layer.layer_number, AttnMaskType.causal, "self", softmax_scale=scale
         )
-        return out.permute(2, 0, 1, 3).flatten(2)
+    return model
 
 
 class LayerPass:

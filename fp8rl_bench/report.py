@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from fp8rl_bench.advice import median, recipe_line
+from fp8rl_bench.advice import recipe_line
 from fp8rl_bench.variants import VARIANTS
 
 if TYPE_CHECKING:

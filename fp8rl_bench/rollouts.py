@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8rl_bench.answers import LONGEST, PROMPTS, chat_ids, compared, end_ids
+from fp8rl.errors import UnsupportedError
+from fp8rl_bench.answers import LONGEST, chat_ids, compared, end_ids
 from fp8rl_bench.variants import KV_SCALE, engine_arguments, needs_scales
 
 if TYPE_CHECKING:
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 Load = tuple[int, int, int]
 """Requests, tokens in and tokens out of each."""
 WARM_TOKENS = 64
-SECONDS, MOST = 20.0, 5
-"""A load runs until so many seconds are measured, at most so many times; on a CPU once."""
+SECONDS, LEAST, MOST = 20.0, 2, 5
+"""The first engine runs a load until so many seconds are measured, so many times; the others as
+often as the first."""
 REFITS = 5
 CALIBRATED = 64
 """Conversations from which KV scales are calibrated."""
@@ -41,7 +43,8 @@ def measure(job: dict[str, Any], row: Row) -> None:
 
     Args:
         job: ``variant``, ``model`` (a folder), ``random``, ``load``, ``memory``, ``device``,
-            ``prompts`` (texts or None), ``answer_tokens``, and ``folder`` for sampled answers.
+            ``prompts`` (texts), ``answer_tokens``, ``calls`` (runs of the load, or None: as many
+            as :data:`SECONDS` take), and ``folder`` for sampled answers.
         row: of this variant.
     """
     variant = job["variant"]
@@ -61,11 +64,11 @@ def measure(job: dict[str, Any], row: Row) -> None:
     if not job["random"]:
         answers(job, row, llm)
     with row.part("speed", "generates"):
-        seconds = SECONDS if job["device"] != "cpu" else 0
-        row.found["tokens_per_second"] = speeds(llm, tuple(job["load"]), job["words"], seconds)
+        found = speeds(llm, tuple(job["load"]), job["words"], job["calls"])
+        row.found["tokens_per_second"] = found
     if variant.startswith("fp8rl"):
         with row.part("refit", "takes new weights"):
-            row.found["refit_seconds"] = refits(llm)
+            row.found["refit_seconds"] = refits(llm)[1:]
 
 
 def start(job: dict[str, Any]) -> Any:
@@ -141,13 +144,15 @@ def tokens_per_second(
     return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
 
 
-def speeds(llm: Any, load: Load, words: int, seconds: float) -> list[float]:
-    """Return output tokens per second of calls that take so many seconds, after a shorter one."""
+def speeds(llm: Any, load: Load, words: int, calls: int | None) -> list[float]:
+    """Return output tokens per second of calls after a shorter one; None: for some seconds."""
     measure = partial(tokens_per_second, llm, load, words=words)
     measure(min(WARM_TOKENS, load[2]))
     found: list[float] = []
     began = time.perf_counter()
-    while not found or (time.perf_counter() - began < seconds and len(found) < MOST):
+    while len(found) < (calls or LEAST) or (
+        calls is None and time.perf_counter() - began < SECONDS and len(found) < MOST
+    ):
         found.append(measure(load[2]))
     return found
 
@@ -235,9 +240,7 @@ def _asked(job: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
-    texts = job["prompts"] or PROMPTS
-    spread = texts[:: max(1, len(texts) // job["answers"])][: job["answers"]]
-    asked = [chat_ids(tokenizer, text) for text in spread]
+    asked = [chat_ids(tokenizer, text) for text in job["prompts"]]
     return asked, end_ids(Path(job["model"]), tokenizer)
 
 
@@ -299,11 +302,35 @@ def required_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: entry.shape for name, entry in entries if entry.required}
 
 
+def sender_size(sizes: Collection[int], free: float) -> int:
+    """Return how many elements of BF16 a sender holds at once.
+
+    Args:
+        sizes: elements of the tensors that it sends.
+        free: bytes of free memory, of which the engine keeps half for its own share of a refit.
+
+    Raises:
+        UnsupportedError: the largest tensor does not fit.
+    """
+    largest, most = max(sizes), free // 4  # half of the bytes, two for each element
+    if largest > most:
+        raise UnsupportedError(
+            f"A refit needs {4 * largest / 2**30:.1f} GiB beside the engine, and the GPU has "
+            f"{free / 2**30:.1f}; give --memory less."
+        )
+    # A batch has at most 256 MiB, so it and the next tensor lie apart wherever it ends.
+    return int(min(max(1 << 30, 2 * largest + (1 << 28)), sum(sizes), most))
+
+
 def refits(llm: Any) -> list[float]:
     """Return the seconds of refits with new weights that lie on the engine's device.
 
     The tensors of a batch lie apart; a later one may lie where an earlier one did. So the sender
-    takes a few GiB and not the size of the model, and as much memory is read.
+    takes a few GiB and not the size of the model, and as much memory is read. Where less is free,
+    tensors of a batch share memory too.
+
+    Raises:
+        UnsupportedError: too little memory is free.
     """
     import torch
 
@@ -313,9 +340,11 @@ def refits(llm: Any) -> list[float]:
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     device = next(model.parameters()).device
     shapes = required_shapes(model)
-    largest = max(map(math.prod, shapes.values()))
-    # A batch has at most 256 MiB, so it and the next tensor lie apart wherever it ends.
-    size = min(max(1 << 30, 2 * largest + (1 << 28)), sum(map(math.prod, shapes.values())))
+    free = math.inf
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+    size = sender_size([math.prod(shape) for shape in shapes.values()], free)
     memory = torch.empty(size, dtype=torch.bfloat16, device=device).uniform_(-1e-3, 1e-3)
     names = sorted(required_kv_scales(model))
     scales = [(name, torch.tensor(KV_SCALE, device=device)) for name in names]

@@ -137,20 +137,12 @@ def _score(job: dict[str, Any], row: Row) -> None:
 
 def _load(job: dict[str, Any]) -> Any:
     """Build the whole model with the weights of its folder."""
-    from safetensors.torch import load_file
-
-    from fp8rl.kv_scales import parse_scale_name
+    from fp8rl.models.folder import read_tensors
     from fp8rl_bench.layers import build, shape_of
     from megatron_fp8rl.export import load_hf
 
     model = build(shape_of(job["config"]), device=job["device"])
-    tensors = {
-        name: tensor
-        for file in sorted(Path(job["model"]).glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-        if parse_scale_name(name) is None
-    }
-    load_hf([model], tensors, allow_cast=True)
+    load_hf([model], read_tensors(Path(job["model"])), allow_cast=True)
     return model.eval()
 
 

@@ -1,8 +1,8 @@
-"""One row of the report in a process of its own: ``python -m fp8rl_bench.worker JOB``.
+"""One row of the report: ``python -m fp8rl_bench.worker MODULE OUT EVENTS``, a process of its own.
 
-JOB is a JSON object. The process imports its engine, waits for a line on stdin, which is its turn
-on the GPU, and measures. What it finds is in the file ``out`` after each part, whatever comes
-later; progress goes to the file descriptor ``events``; what engines print, to stdout and stderr.
+The process imports the engine of MODULE, waits on stdin for its job, a JSON object, which is its
+turn on the GPU, and measures. What it finds is in the file OUT after each part, whatever comes
+later; progress goes to the file descriptor EVENTS; what engines print, to stdout and stderr.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ def sentence(error: BaseException) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " .."
 
 
-def main(text: str) -> None:
-    """Do a job."""
-    job = json.loads(text)
-    with os.fdopen(job["events"], "w", encoding="utf-8") as events:
-        row = Row(Path(job["out"]), events)
-        module = importlib.import_module(job["module"])
+def main(name: str, out: str, descriptor: str) -> None:
+    """Do the job that stdin gives."""
+    with os.fdopen(int(descriptor), "w", encoding="utf-8") as events:
+        row = Row(Path(out), events)
+        module = importlib.import_module(name)
         with row.part("import", "imports its engine"):
             module.prepare()
-        if not sys.stdin.readline() or row.found["failed"]:
+        job = sys.stdin.read()
+        if not job or row.found["failed"]:
             return
         row.found["device"] = _device()
-        module.measure(job, row)
+        module.measure(json.loads(job), row)
 
 
 def _device() -> str:
@@ -70,4 +70,4 @@ def _device() -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -14,12 +14,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from fp8rl import Recipe
 from fp8rl.kernels import implementation
+from fp8rl.models.folder import read_tensors
 from fp8rl.plugins.adapters import Compared, ExactRequest
 from megatron_fp8rl.conversion import convert
 from megatron_fp8rl.export import load_hf
@@ -63,7 +63,7 @@ def trainer(folder: Path, recipe: Recipe, record: dict[str, Any]) -> Any:
     """Build the model of a folder with the local spec, as the recipe says."""
     options = {"bias_activation_fusion": True, "use_cpu_initialization": record["device"] == "cpu"}
     model = build_gpt(AutoConfig.from_pretrained(folder), **options)
-    load_hf(model, load_file(folder / "model.safetensors"), allow_cast=True)
+    load_hf(model, read_tensors(folder), allow_cast=True)
     model = model.to(record["device"]).eval()
     convert(model, recipe)
     if recipe.kv_cache.in_training and recipe.kv_cache.dtype != "auto":

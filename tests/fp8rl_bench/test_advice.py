@@ -14,7 +14,8 @@ BF16 = {"rollout": False, "training": False, "kv_cache": {"dtype": "auto"}}
 FP8, INT8, AUTO = (
     {"kv_cache": {"dtype": dtype}} for dtype in ("fp8_e4m3", "int8_per_token_head", "auto")
 )
-HIGH = dict.fromkeys(("fp8rl-kv", "fp8rl-int8", "fp8rl"), 1.19)
+HIGH = dict.fromkeys(("fp8rl-kv", "fp8rl-int8", "fp8rl"), 1.31)
+HEALTHY = dict.fromkeys(HIGH, 1.25)  # SmolLM2's, docs/measurements/expect.md
 EXACT = {"speeds": {**SPEEDS, "fp8rl-exact": 140.0}, "kl": {**KL, "fp8rl-exact": 0.0}}
 
 
@@ -30,14 +31,20 @@ EXACT = {"speeds": {**SPEEDS, "fp8rl-exact": 140.0}, "kl": {**KL, "fp8rl-exact":
         ({"speeds": {"bf16": 100.0, "fp8rl-kv": 104.0}}, FP8, "FP8 pays"),
         ({"layer": (10.0, 10.2)}, FP8, "a training layer at 0.98 times"),
         ({"layer": (10.0, 11.0)}, {"training": False, **FP8}, "a training layer at 0.91 times"),
-        ({"errors": HIGH}, FP8, "above 1.1: measure exact too"),
+        ({"speeds": {"bf16": [95.0, 100.0, 107.0], "fp8rl-kv": 110.0}}, BF16, "1.10 times"),
+        # Of two calls the median is the mean: the larger one alone would pay.
+        ({"speeds": {"bf16": 100.0, "fp8rl-kv": [101.5, 105.0]}}, BF16, "1.03 times"),
+        ({"errors": HEALTHY}, FP8, "within 1.3"),
+        ({"errors": HIGH}, FP8, "above 1.3: measure exact too"),
+        ({"errors": HIGH, "failed": {"left out": "no time"}}, FP8, "measure exact too"),
+        ({"errors": HIGH, "failed": {"start": "no"}}, BF16, "exact cannot be taken here"),
         ({"errors": HIGH, **EXACT}, {"exact": True}, "take exact at 1.40 times BF16's"),
         (
             {"errors": HIGH, **EXACT, "speeds": {**SPEEDS, "fp8rl-exact": 90.0}},
             BF16,
             "exact is not faster than BF16",
         ),
-        ({"errors": HIGH, **EXACT, "kl": KL}, BF16, "exact cannot be taken here"),
+        ({"errors": HIGH, **EXACT, "kl": KL}, FP8, "exact was not scored; the rows say why"),
         ({"device": "CPU"}, AUTO, "CPU: FP8 is emulated"),
         ({"device": "CPU", "errors": HIGH, **EXACT}, {"exact": True}, "whose KL is 0.0e+00"),
         ({"speeds": {"bf16": 100.0}}, {}, "No advice"),
@@ -50,12 +57,6 @@ def test_each_case_has_its_recipe(
     advice = advise(report(**changes))
     assert advice.recipe == recipe and words in advice.text
     Recipe.from_dict(advice.recipe)
-
-
-def test_calls_that_differ_more_than_the_gain_do_not_pay() -> None:
-    noisy = report(speeds={"bf16": 100.0, "fp8rl-kv": 110.0})
-    noisy["variants"]["bf16"]["tokens_per_second"] = [95.0, 100.0, 107.0]
-    assert advise(noisy).recipe == BF16
 
 
 def test_the_trainer_that_is_advised_is_the_one_whose_kl_counts() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fp8rl.errors import UnsupportedError
+from fp8rl_bench import rollouts
 from fp8rl_bench.answers import PROMPTS, chat_ids, compared, end_ids
-from fp8rl_bench.rollouts import prompts
+from fp8rl_bench.rollouts import prompts, sender_size, speeds
 from fp8rl_bench.variants import VARIANTS, cache_of, engine_arguments, recipe_of
 
 
@@ -56,6 +59,48 @@ def test_all_ends_that_a_model_names_end_an_answer(tmp_path: Path) -> None:
 def test_prompts_of_a_load_are_within_the_vocabulary() -> None:
     made = [prompt["prompt_token_ids"] for prompt in prompts(6, 50, samples=2, words=97)]
     assert made[0] == made[1] != made[2] and max(map(max, made)) < 97
+
+
+@pytest.mark.parametrize(
+    ("calls", "seconds", "done"), [(None, 30, 2), (None, 8, 3), (None, 1, 5), (3, 30, 3), (1, 1, 1)]
+)
+def test_the_first_engine_fills_some_seconds_and_others_repeat_as_often(
+    calls: int | None, seconds: float, done: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, measured = [0.0], []
+
+    def measure(llm: Any, load: Any, tokens: int, *, words: int) -> float:
+        measured.append(tokens)
+        now[0] += seconds
+        return 7.0
+
+    monkeypatch.setattr(rollouts, "tokens_per_second", measure)
+    monkeypatch.setattr(rollouts.time, "perf_counter", lambda: now[0])
+    assert speeds(None, (2, 8, 128), 99, calls) == [7.0] * done
+    assert measured == [64, *[128] * done]
+
+
+VOCABULARY, GIB = 622_000_000, 1 << 30  # elements of Qwen3-8B's largest tensor
+
+
+@pytest.mark.parametrize(
+    ("sizes", "free", "size"),
+    [
+        ([VOCABULARY] * 13, math.inf, 2 * VOCABULARY + (1 << 28)),
+        ([1 << 20] * 5, math.inf, 5 << 20),
+        ([1 << 24] * 999, 64 * GIB, GIB),
+        ([VOCABULARY] * 13, 4 * GIB, GIB),
+        ([VOCABULARY] * 13, 2 * GIB, None),
+    ],
+)
+def test_a_sender_takes_half_of_the_free_memory_at_most(
+    sizes: list[int], free: float, size: int | None
+) -> None:
+    if size is not None:
+        assert sender_size(sizes, free) == size
+        return
+    with pytest.raises(UnsupportedError, match=r"needs 2.3 GiB .* has 2.0; give --memory less"):
+        sender_size(sizes, free)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -20,17 +20,19 @@ from fp8rl_bench.worker import Row, sentence
         ({"load": "0x512x1"}, "is no load"),
         ({"model": "/no/such/folder"}, "is no folder"),
         ({"prompts": Path("/no/such/file")}, "cannot be read"),
+        ({"config": {"quantization_config": {"quant_method": "fp8"}}}, "is quantized already"),
     ],
 )
 def test_bad_options_are_told_before_anything_starts(
     change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 9}')
+    config = {"model_type": "llama", "vocab_size": 9, **change.get("config", {})}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {"model": str(tmp_path), "out": tmp_path / "out", "variants": None, **change}
+    options.pop("config", None)
     monkeypatch.setattr(command, "Process", None)
     with pytest.raises(Exception, match=message):
-        command.bench(
-            **{"model": str(tmp_path), "out": tmp_path / "out", "variants": None, **change}
-        )
+        command.bench(**options)
     assert not (tmp_path / "out" / "report.json").exists()
 
 
@@ -43,17 +45,19 @@ class Clock:
     """In the place of processes: an engine takes 100 seconds, the trainer 50."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.alive, clock = 0.0, [], self
+        self.now, self.alive, self.jobs, clock = 0.0, [], [], self
 
         class Process:
             def __init__(self, job: dict[str, Any], name: str) -> None:
                 self.name = name
                 clock.alive.append(name)
 
-            def measure(self, say: Any) -> dict[str, Any]:
+            def measure(self, job: dict[str, Any], say: Any) -> dict[str, Any]:
                 say("starts an engine")
+                clock.jobs.append(job)
                 clock.now += 50 if self.name == "trainer" else 100
-                return {"failed": {}, "weight_bytes": 0}
+                speeds = {} if self.name == "trainer" else {"tokens_per_second": [1.0] * 3}
+                return {"failed": {}, "weight_bytes": 0, **speeds}
 
             def end(self) -> None:
                 if self.name in clock.alive:
@@ -70,21 +74,35 @@ def test_variants_that_would_take_too_long_are_left_out(
     """The trainer's 40 seconds are kept for it; BF16 and one variant run in any case."""
     clock, names = Clock(monkeypatch), list(command.DEFAULT)
     console = Console(record=True, quiet=True)
-    found = command.Queue({"random": True}, names, minutes, console).run()
+    found = command.Queue({"random": True, "calls": None}, names, minutes, console).run()
     whole = [name for name, row in found["variants"].items() if not row["failed"]]
     assert whole == names[:measured] and list(found["variants"]) == names
     assert found["training"] == {"failed": {}, "weight_bytes": 0}
     assert found["seconds"] == 100 * measured + 50 and clock.alive == []
+    # All run the load as often as the first, so that their medians are alike.
+    assert [job["calls"] for job in clock.jobs] == [None, *[3] * measured]
+
+
+def test_prompts_are_spread_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 9}')
+    (tmp_path / "texts").write_text("".join(f"{i}\n" for i in range(9)))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    command.bench(
+        str(tmp_path), variants="bf16", prompts=tmp_path / "texts", out=tmp_path, minutes=1.0
+    )
+    assert [job["prompts"] for job in clock.jobs] == [("0", "2", "4", "6")] * 2
+    assert clock.jobs[0]["calls"] == 1
 
 
 def test_a_process_that_dies_costs_its_row_alone(tmp_path: Path) -> None:
-    """The module of this row cannot be imported, so the process ends with a traceback."""
-    job = {"folder": str(tmp_path), "device": "cpu"}
-    process = command.Process({**job, "random": True}, "trainer")
+    """It is killed; its job is longer than an argument of a process may be."""
+    job = {"folder": str(tmp_path), "device": "cpu", "prompts": ["x" * 200_000]}
+    process = command.Process(job, "trainer")
     try:
         process._process.kill()
         told: list[str] = []
-        found = process.measure(told.append)
+        found = process.measure(job, told.append)
     finally:
         process.end()
     assert "it ended with -9" in found["failed"]["process"] and told

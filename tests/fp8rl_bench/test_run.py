@@ -41,7 +41,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(1000)
 def test_a_trained_model_has_speeds_memory_and_kl(model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("w20 w30 w40 w50\n\nw60 w70\nw80 w90 w100\n", encoding="utf-8")
+    longest = "x" * 200_000  # of one word, and more than an argument of a process may have
+    prompts.write_text(f"w20 w30 w40 w50\n\nw60 w70\n{longest}\n", encoding="utf-8")
     names = ["bf16", "stock-int8", "fp8rl-kv", "fp8rl-exact"]
     options = ("--variants", ",".join(names), "--load", "2x8x4", "--prompts", str(prompts))
     report = bench(model, tmp_path / "out", *options)
@@ -63,7 +64,8 @@ def test_a_trained_model_has_speeds_memory_and_kl(model: Path, tmp_path: Path) -
     trainer = training["trainer"]
     assert set(trainer) == {"bf16", "fp8rl-kv", "fp8rl-exact"} == set(training["bf16_trainer"])
     assert trainer["fp8rl-exact"]["equal"] == 1.0 and trainer["bf16"]["kl_k3"] < 0.01
-    assert 0 < trainer["fp8rl-kv"]["kl_k3"] < training["bf16_trainer"]["fp8rl-kv"]["kl_k3"] * 2
+    # Both score the same answers; one that does not follow the recipe is no nearer to them.
+    assert 0 < trainer["fp8rl-kv"]["kl_k3"] < training["bf16_trainer"]["fp8rl-kv"]["kl_k3"]
     for part in ("linears", "layer", "forward"):
         assert all(ms > 0 for ms in training[part].values())
     assert set(training["layer"]) == {"BF16", "fp8rl", "fp8rl, FP8 K and V", "fp8rl, exact"}

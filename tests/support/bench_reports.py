@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 SPEEDS = {"bf16": 100.0, "stock-kv": 136.0, "fp8rl-kv": 170.0, "fp8rl-int8": 165.0, "fp8rl": 118.0}
@@ -10,14 +11,25 @@ KL = {"bf16": 0.002, "stock-kv": 0.04, "fp8rl-kv": 0.0269, "fp8rl-int8": 0.019, 
 
 def report(
     *,
-    speeds: dict[str, float] = SPEEDS,
+    speeds: Mapping[str, float | list[float]] = SPEEDS,
     kl: dict[str, float] = KL,
     errors: dict[str, float] | None = None,
     layer: tuple[float, float] = (10.0, 8.0),
     random: bool = False,
     device: str = "NVIDIA H100",
+    failed: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return a report with a row for each speed, and a trainer's mismatch of each KL."""
+    """Return a report with a row for each speed, and a trainer's mismatch of each KL.
+
+    Args:
+        speeds: tokens/s of both calls, or of each.
+        kl: of rollout and trainer.
+        errors: probability errors that are not 1.05.
+        layer: milliseconds of a layer in BF16 and FP8.
+        random: the weights are.
+        device: name of the GPU, or CPU.
+        failed: why what failed of the row of exact, which has nothing else then.
+    """
     rows = {
         name: {
             "failed": {},
@@ -25,7 +37,7 @@ def report(
             "weight_bytes": 16 << 30 if name == "bf16" else 9 << 30,
             "cache_bytes_per_token": 1024.0 * (144 if name in ("bf16", "fp8rl") else 72),
             "cache_tokens": 400_000,
-            "tokens_per_second": [speed, speed],
+            "tokens_per_second": speed if isinstance(speed, list) else [speed, speed],
             "engines": {"kl_k3": 0.001},
         }
         for name, speed in speeds.items()
@@ -38,6 +50,8 @@ def report(
         }
         for name, value in ({} if random else kl).items()
     }
+    if failed:
+        rows["fp8rl-exact"] = {"failed": failed}
     return {
         "model": "some/model",
         "random": random,

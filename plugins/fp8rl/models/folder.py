@@ -7,13 +7,16 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8rl.errors import ModelError, RecipeError, UnsupportedError
 from fp8rl.models.families import entry_of
 from fp8rl.models.spec import ModelSpec
 from fp8rl.reading import parse_json, printable
 from fp8rl.weight_files import WeightFile, read_text
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX = "model.safetensors.index.json"
 """File that says which file of a model has which tensor."""
@@ -29,7 +32,7 @@ def local_folder(model: str, *, weights: bool = True) -> Path:
         weights: download them too.
 
     Raises:
-        ModelError: there is no such folder, and the hub gives no such model.
+        ModelError: there is no such folder, and the hub gives no such model, or no access to it.
     """
     if Path(model).is_dir():
         return Path(model).resolve()
@@ -44,6 +47,13 @@ def local_folder(model: str, *, weights: bool = True) -> Path:
         return Path(snapshot_download(model, allow_patterns=[f"*.{kind}" for kind in kinds]))
     except Exception as error:  # of many kinds: no network, no such name, no access
         why = (str(error).splitlines() or [type(error).__name__])[0]
+        answers = [getattr(e, "response", None) for e in (error, error.__cause__)]
+        if {getattr(answer, "status_code", None) for answer in answers} & {401, 403}:
+            raise ModelError(
+                f"'{model}' is no folder, and the hub gave no access to such a model ({why}); "
+                "correct the name, or accept the model's terms on its page and run "
+                "'hf auth login', or give the folder of a model."
+            ) from None
         raise ModelError(
             f"'{model}' is no folder, and the hub gave no such model ({why}); give the folder of "
             "a model."
@@ -90,6 +100,32 @@ def folder_tensors(folder: Path) -> dict[str, Path] | None:
         if (files := read_index(folder)) is not None:
             return files
         return dict.fromkeys(WeightFile(single).tensors, single) if _is_there(single) else None
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read the model's tensors from a folder, each into CPU memory, file by file.
+
+    The index says which files these are: others in the folder may hold the weights once more. KV
+    scales of the checkpoint stay behind: they are an engine's, and no tensors of the model.
+
+    Raises:
+        ModelError: there are no safetensors, or a file is missing, cannot be read, is not whole, or
+            holds other tensors than the index lists for it.
+    """
+    from fp8rl.kv_scales import parse_scale_name  # here: it imports torch
+
+    listed = folder_tensors(folder)
+    if listed is None:
+        raise ModelError(
+            f"'{folder}' has neither model.safetensors nor {INDEX}; give a model with safetensors "
+            "under these names."
+        )
+    with _readable(folder):
+        files = [WeightFile(file) for file in dict.fromkeys(listed.values())]
+    if _is_there(folder / INDEX):
+        require_listed(files, listed)
+    for file in files:
+        yield from file.read([name for name in file.tensors if parse_scale_name(name) is None])
 
 
 def read_index(folder: Path) -> dict[str, Path] | None:
@@ -181,6 +217,25 @@ def folder_config(folder: Path) -> dict[str, Any]:
             f"'{file}': the model's text_config is {reprlib.repr(text)}; correct it to an object."
         )
     return values
+
+
+def require_plain_weights(config: Mapping[str, Any], model: str) -> None:
+    """Refuse a model whose weights are quantized: an engine would not run it in BF16.
+
+    Args:
+        config: the whole values of its ``config.json`` (:func:`folder_config`).
+        model: its folder or name, for the message.
+
+    Raises:
+        ModelError: it is quantized.
+    """
+    for part in (config, config.get("text_config") or {}):
+        for key in ("quantization_config", "compression_config"):  # vLLM reads both
+            if part.get(key):
+                raise ModelError(
+                    f"'{model}' is quantized already ('{key}' in its config.json); give the BF16 "
+                    "model that it was made from."
+                )
 
 
 @contextmanager

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from fp8rl.errors import ModelError
-from fp8rl.models.folder import local_folder
+from fp8rl.models.folder import local_folder, read_tensors, require_plain_weights
+from support.model_folders import model
 
 
 def test_a_folder_is_itself_and_a_name_of_the_hub_the_folder_of_its_cache(
@@ -25,3 +30,55 @@ def test_a_folder_is_itself_and_a_name_of_the_hub_the_folder_of_its_cache(
     for name in ("some/other", "./no"):
         with pytest.raises(ModelError, match=f"'{name}' is no folder.*give the folder"):
             local_folder(name)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_quantized_weights_are_refused(key: str) -> None:
+    plain: dict[str, Any] = {"model_type": "qwen3", key: None, "text_config": None}
+    require_plain_weights(plain, "some/model")
+    for quantized in ({key: {"quant_method": "fp8"}}, {"text_config": {key: {"bits": 8}}}):
+        with pytest.raises(ModelError, match=f"'some/model' is quantized already .'{key}'.*BF16"):
+            require_plain_weights(plain | quantized, "some/model")
+
+
+@pytest.mark.parametrize(("status", "hidden"), [(401, False), (403, False), (403, True)])
+def test_a_model_without_access_names_the_login(
+    status: int, hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's client raises some refusals as they are, others as the cause of an error."""
+
+    def refuse(*args: Any, **options: Any) -> None:
+        error = OSError(f"{status} Client Error.")
+        error.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
+        if hidden:
+            raise LookupError("cannot find the files") from error
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(ModelError, match=r"'some/gated' is no folder.*'hf auth login'"):
+        local_folder("some/gated")
+
+
+TENSORS = {name: torch.full((2, 2), float(i)).bfloat16() for i, name in enumerate("abc")}
+SCALE = "model.layers.0.self_attn.k_scale"
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_tensors_are_of_the_files_of_the_index_and_without_kv_scales(
+    files: int, tmp_path: Path
+) -> None:
+    """Mistral's repositories hold the weights once more, under other names."""
+    folder = model(tmp_path / "in", {**TENSORS, SCALE: torch.ones(1)}, files=files)
+    save_file({"tok_embeddings.weight": torch.ones(1)}, folder / "consolidated.safetensors")
+    found = dict(read_tensors(folder))
+    assert found.keys() == TENSORS.keys()
+    assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_a_folder_without_the_listed_tensors_is_refused(tmp_path: Path) -> None:
+    folder = model(tmp_path / "in", TENSORS, files=2)
+    save_file({"a": TENSORS["a"]}, folder / "part-0.safetensors")
+    with pytest.raises(ModelError, match=r"part-0.safetensors' lacks 'c'"):
+        dict(read_tensors(folder))
+    with pytest.raises(ModelError, match="has neither"):
+        dict(read_tensors(tmp_path))
