@@ -61,7 +61,7 @@ def bench(
     """
     import torch
 
-    from fp8rl.models.folder import folder_config, local_folder
+    from fp8rl.models.folder import folder_config, local_folder, require_plain_weights
     from fp8rl_bench.advice import advise, recipe_line
     from fp8rl_bench.facts import versions
     from fp8rl_bench.report import tables, write_page
@@ -72,6 +72,7 @@ def bench(
     texts = None if prompts is None else list(read_prompts(prompts))
     folder = local_folder(model, weights=not random)
     config = folder_config(folder)
+    require_plain_weights(config, model)
     config = config.get("text_config") or config
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ class OptionError(Fp8RLError, ValueError):
 
 
 class ModelError(Fp8RLError, ValueError):
-    """A model's folder or config that cannot be read, or whose numbers no model has."""
+    """A model's folder that cannot be read, whose numbers no model has, or with quantized weights."""
 
 
 class ScaleError(Fp8RLError, ValueError):

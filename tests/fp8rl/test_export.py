@@ -478,7 +478,6 @@ BAD_MODELS: list[tuple[dict[str, torch.Tensor], dict, type[Fp8RLError], str]] = 
     *(
         (TENSORS, config, UnsupportedError, match)
         for config, match in (
-            ({"quantization_config": {"quant_method": "fp8"}}, "is quantized already"),
             ({"kv_lora_rank": 512}, "multi-latent attention.*give a model that FP8 rollouts serve"),
             ({"vision_config": {}}, "a multimodal model"),
             ({"model_type": "x", "num_local_experts": 8}, "an MoE model"),
@@ -511,6 +510,7 @@ BAD_MODELS: list[tuple[dict[str, torch.Tensor], dict, type[Fp8RLError], str]] = 
         for name in STORED
     ),
     (without(O_PROJ), {}, ModelError, f"has no tensor '{O_PROJ}', which its config.json says"),
+    (TENSORS, {"quantization_config": {"quant_method": "fp8"}}, ModelError, "quantized already"),
     (TENSORS, {"num_hidden_layers": None}, ModelError, "num_hidden_layers is None"),
     (OF_MOE | OF_EXPERTS, MOE, UnsupportedError, "hold one weight; store it once"),
 ]  # fmt: skip

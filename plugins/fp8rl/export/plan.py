@@ -19,7 +19,13 @@ from fp8rl.export.problems import (
 )
 from fp8rl.export.scales import one_value_each, place_of, read_scales, served_scales
 from fp8rl.export.source import description, files_to_copy, require_model, seen
-from fp8rl.models.folder import folder_config, folder_spec, folder_tensors, require_listed
+from fp8rl.models.folder import (
+    folder_config,
+    folder_spec,
+    folder_tensors,
+    require_listed,
+    require_plain_weights,
+)
 from fp8rl.models.spec import ModelSpec
 from fp8rl.plugins.manager import PluginManager
 from fp8rl.recipe import Recipe
@@ -127,14 +133,10 @@ def _served_spec(checkpoint: Path, config: Mapping[str, Any]) -> ModelSpec:
     """Describe a model, and refuse one of which no BF16 rollout can be made FP8.
 
     Raises:
-        UnsupportedError: it is quantized already, or of a kind that is not served.
-        ModelError: its config has values that no model has.
+        UnsupportedError: it is of a kind that is not served.
+        ModelError: it is quantized already, or its config has values that no model has.
     """
-    if any("quantization_config" in part for part in (config, config.get("text_config") or ())):
-        raise UnsupportedError(
-            f"'{checkpoint}' is quantized already ('quantization_config' in its config.json); give "
-            "the BF16 model that it was made from."
-        )
+    require_plain_weights(config, str(checkpoint))
     spec = folder_spec(checkpoint, config)
     reason = spec.refused(rollout=True, training=False)
     if reason is not None:

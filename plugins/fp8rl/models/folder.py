@@ -183,6 +183,25 @@ def folder_config(folder: Path) -> dict[str, Any]:
     return values
 
 
+def require_plain_weights(config: Mapping[str, Any], model: str) -> None:
+    """Refuse a model whose weights are quantized: an engine would not run it in BF16.
+
+    Args:
+        config: the whole values of its ``config.json`` (:func:`folder_config`).
+        model: its folder or name, for the message.
+
+    Raises:
+        ModelError: it is quantized.
+    """
+    for part in (config, config.get("text_config") or {}):
+        for key in ("quantization_config", "compression_config"):  # vLLM reads both
+            if part.get(key):
+                raise ModelError(
+                    f"'{model}' is quantized already ('{key}' in its config.json); give the BF16 "
+                    "model that it was made from."
+                )
+
+
 @contextmanager
 def _readable(folder: Path) -> Iterator[None]:
     """A region in which a file of the folder that cannot be read is a ModelError."""

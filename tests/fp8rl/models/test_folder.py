@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fp8rl.errors import ModelError
-from fp8rl.models.folder import local_folder
+from fp8rl.models.folder import local_folder, require_plain_weights
 
 
 def test_a_folder_is_itself_and_a_name_of_the_hub_the_folder_of_its_cache(
@@ -25,3 +26,12 @@ def test_a_folder_is_itself_and_a_name_of_the_hub_the_folder_of_its_cache(
     for name in ("some/other", "./no"):
         with pytest.raises(ModelError, match=f"'{name}' is no folder.*give the folder"):
             local_folder(name)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_quantized_weights_are_refused(key: str) -> None:
+    plain: dict[str, Any] = {"model_type": "qwen3", key: None, "text_config": None}
+    require_plain_weights(plain, "some/model")
+    for quantized in ({key: {"quant_method": "fp8"}}, {"text_config": {key: {"bits": 8}}}):
+        with pytest.raises(ModelError, match=f"'some/model' is quantized already .'{key}'.*BF16"):
+            require_plain_weights(plain | quantized, "some/model")
