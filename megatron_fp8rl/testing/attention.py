@@ -11,11 +11,11 @@ from fp8rl.errors import UnsupportedError
 
 
 class UnroundedAttention(DotProductAttention):
-    """``DotProductAttention`` whose scores and probabilities stay in float32.
+    """``DotProductAttention`` in float32 on a CPU, and by torch's flash attention on a GPU.
 
-    Megatron's own rounds both to BF16. Flash attention kernels round no scores, and vLLM's CPU
-    kernel neither, so this one is closer to any rollout. On a GPU it is torch's flash attention,
-    which rounds probabilities alone. It has no dropout and takes no mask: the causal one is meant.
+    Megatron's own rounds scores and probabilities to BF16. Flash attention rounds probabilities
+    alone, and vLLM's CPU kernel neither, so this one is closer to any rollout. It has no dropout
+    and takes no mask: the causal one is meant.
     """
 
     def forward(
