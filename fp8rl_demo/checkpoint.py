@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from fp8rl.errors import CheckpointError
 from fp8rl.weight_files import flush
+from fp8rl_bench.worker import sentence
 
 FORMAT = 3
 _KEEP = 2
@@ -27,8 +29,8 @@ _MODEL = "model.safetensors"
 _TRAINER = "trainer/state.pt"
 _STATE = "state.json"
 _SUMS = "SHA256SUMS"
-"""Digests in the format of ``sha256sum``. A resumed run must continue bit for bit, and none of the
-files' own formats detects a changed digit or weight."""
+"""Digests in the format of ``sha256sum``. On a CPU a resumed run must continue bit for bit, and
+none of the files' own formats detects a changed digit or weight."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +72,32 @@ def save(
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: ``trainer`` contains something that cannot be stored.
+        CheckpointError: a file cannot be written, or ``trainer`` contains something that cannot be
+            stored.
     """
     target = folder / f"step-{step:06d}"
     partial = folder / f".partial-{target.name}"
-    shutil.rmtree(partial, ignore_errors=True)
-    (partial / _TRAINER).parent.mkdir(parents=True)
-    for source in model_folder.iterdir():
-        shutil.copy2(source, partial)
     weights = {name: tensor.detach().contiguous() for name, tensor in model.items()}
-    save_file(weights, partial / _MODEL, metadata={"format": "pt"})
-    _save_trainer(dict(trainer), partial / _TRAINER)
     state = {"format": FORMAT, "step": step, "identity": dict(identity)}
-    (partial / _STATE).write_text(json.dumps(state), encoding="utf-8")
-    (partial / _SUMS).write_text("".join(_sums(partial)), encoding="utf-8")
-    for file in partial.rglob("*"):
-        flush(file)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        (partial / _TRAINER).parent.mkdir(parents=True)
+        for source in model_folder.iterdir():
+            shutil.copy2(source, partial)
+        save_file(weights, partial / _MODEL, metadata={"format": "pt"})
+        _save_trainer(dict(trainer), partial / _TRAINER)
+        (partial / _STATE).write_text(json.dumps(state), encoding="utf-8")
+        (partial / _SUMS).write_text("".join(_sums(partial)), encoding="utf-8")
+        for file in partial.rglob("*"):
+            flush(file)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save's is a RuntimeError
+        shutil.rmtree(partial, ignore_errors=True)  # so that the report has room
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"Checkpoint {target} cannot be written ({sentence(error)}); free space on its disk, "
+            "or give --settings '{\"checkpoint_every\": 0}' for none."
+        ) from error
     shutil.rmtree(target, ignore_errors=True)  # an identical one, if a step is run again
     partial.rename(target)
     flush(folder)
@@ -132,14 +144,15 @@ def load(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
             f"Checkpoint {path} belongs to another run ({keys} differ); use the same options or "
             "another --out folder."
         )
-    trainer = torch.load(path / _TRAINER, weights_only=True)
+    trainer = torch.load(path / _TRAINER, weights_only=True, map_location="cpu")
     return Checkpoint(state["step"], load_file(path / _MODEL), trainer, state["identity"])
 
 
 def _save_trainer(trainer: dict[str, Any], path: Path) -> None:
     try:
         torch.save(trainer, path)
-        torch.load(path, weights_only=True)  # as a resumed run reads it, which runs no code
+        # As a resumed run reads it, which runs no code.
+        torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     except (pickle.PickleError, AttributeError, TypeError) as error:
         raise CheckpointError(
             "Cannot store this trainer state; only tensors, numbers, strings, lists, tuples and "

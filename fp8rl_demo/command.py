@@ -17,6 +17,7 @@ from fp8rl.errors import OptionError, RecipeError
 if TYPE_CHECKING:
     from fp8rl import Recipe
     from fp8rl_demo.settings import Settings
+    from fp8rl_demo.tasks import Task
 
 
 def demo(
@@ -63,7 +64,7 @@ def demo(
     gpu = torch.cuda.is_available()
     precisions = _precisions(compare)
     run_settings = _settings(settings, seed, model, task)
-    task_of(run_settings)  # what it refuses
+    _check_length(run_settings, task_of(run_settings))
     base = DEMO_RECIPE if model is None else Recipe()
     base = Recipe.load(recipe) if recipe is not None else base
     recipes = {precision: recipe_for(precision, base) for precision in precisions}
@@ -84,29 +85,31 @@ def demo(
     supervisor = Supervisor(console, parallel=1 if gpu else os.cpu_count() or 1)
     if model is None and not (resume and all(latest(out / precision) for precision in precisions)):
         supervisor.run([Stage("warm start", {**common, "folder": warm_start})])
-    if not supervisor.interrupted:
-        if model is None:
-            common["warm_start"] = latest(warm_start) or warm_start
-        supervisor.run(
-            [
-                Stage(
-                    precision,
-                    {
-                        **common,
-                        "folder": out / precision,
-                        "precision": precision,
-                        "recipe": recipes[precision].to_dict(),
-                        "steps": steps,
-                        "resume": resume,
-                    },
-                )
-                for precision in precisions
-            ]
-        )
-    with console.status("Writing the report"):
-        report = write_report(out)
-    console.print(terminal_table(out))
-    console.print(f"Report: {report}")
+    try:
+        if not supervisor.interrupted:
+            if model is None:
+                common["warm_start"] = latest(warm_start) or warm_start
+            supervisor.run(
+                [
+                    Stage(
+                        precision,
+                        {
+                            **common,
+                            "folder": out / precision,
+                            "precision": precision,
+                            "recipe": recipes[precision].to_dict(),
+                            "steps": steps,
+                            "resume": resume,
+                        },
+                    )
+                    for precision in precisions
+                ]
+            )
+    finally:  # of what ran before an error too
+        with console.status("Writing the report"):
+            report = write_report(out)
+        console.print(terminal_table(out))
+        console.print(f"Report: {report}")
     if supervisor.interrupted:
         given = {
             "steps": steps,
@@ -143,6 +146,25 @@ def _check_recipe(recipe: Recipe, settings: Settings, gpu: bool) -> None:
     plugins.is_corrector(recipe.importance_sampling.corrector)
 
 
+def _check_length(settings: Settings, task: Task) -> None:
+    """Raise if the model has fewer positions than a prompt and an answer may take."""
+    from fp8rl.models.folder import folder_config
+    from fp8rl_demo.settings import POSITIONS, tokenizer_of
+    from fp8rl_demo.warm_start import longest_prompt
+
+    positions: Any = POSITIONS
+    if settings.pretrained is not None:
+        config = folder_config(Path(settings.pretrained))
+        positions = (config.get("text_config") or config).get("max_position_embeddings")
+    length = longest_prompt(task, tokenizer_of(settings)) + settings.max_new_tokens
+    if isinstance(positions, int) and length > positions:
+        raise OptionError(
+            f"--task: a prompt of '{settings.task}' and its answer take up to {length} tokens, and "
+            f"the model has {positions} positions; give another task, or --settings with fewer "
+            "max_new_tokens."
+        )
+
+
 def _precisions(compare: str) -> list:
     from fp8rl_demo.settings import PRECISIONS
 
@@ -158,7 +180,7 @@ def _precisions(compare: str) -> list:
 def _settings(text: str | None, seed: int, model: str | None, task: str) -> Settings:
     from pydantic import ValidationError
 
-    from fp8rl.models.folder import local_folder
+    from fp8rl.models.folder import folder_config, local_folder, require_plain_weights
     from fp8rl.reading import explain, parse_json
     from fp8rl_demo.settings import PRETRAINED, Settings
 
@@ -170,7 +192,7 @@ def _settings(text: str | None, seed: int, model: str | None, task: str) -> Sett
         raise OptionError(f"--settings must be a JSON object, not {type(given).__name__}.")
     if given.get("seed", seed) != seed:
         raise OptionError("--settings has a seed; give it as --seed.")
-    for key, option in (("pretrained", "model"), ("task", "task")):
+    for key, option in (("pretrained", "model"), ("pretrained_name", "model"), ("task", "task")):
         if key in given:
             raise OptionError(f"--settings has '{key}'; give it as --{option}.")
     if model is None and task != "sums":
@@ -182,7 +204,10 @@ def _settings(text: str | None, seed: int, model: str | None, task: str) -> Sett
         if unused := sorted({"model", "warm_start"} & set(given)):
             raise OptionError(f"--settings: '{unused[0]}' means nothing with --model; remove it.")
         given = {**PRETRAINED, **given}
-        options["pretrained"] = str(local_folder(model))
+        folder = local_folder(model)
+        require_plain_weights(folder_config(folder), model)
+        options["pretrained"] = str(folder)
+        options["pretrained_name"] = str(folder) if Path(model).is_dir() else model
     try:
         return Settings.model_validate({**given, **options})
     except ValidationError as error:

@@ -44,7 +44,7 @@ _SAMPLES_SHOWN = 8
 
 
 class GrpoRun:
-    """The run of one precision; everything random is a function of (seed, step).
+    """The run of one precision; on a CPU everything random is a function of (seed, step).
 
     Args:
         precision: precision, which is also the name of the run.
@@ -79,7 +79,7 @@ class GrpoRun:
         return {
             "precision": self._precision,
             "recipe": self._recipe.to_dict(),
-            "settings": self._settings.model_dump(mode="json"),
+            "settings": self._settings.model_dump(mode="json", exclude={"pretrained"}),
         }
 
     def run(self, steps: int, warm_start: Path | None, *, resume: bool) -> None:
@@ -117,6 +117,7 @@ class GrpoRun:
             answers = [problem.answer for problem in rows]
             batch = supervised_batch(self._tokenizer, rows, answers, self._length)
             self._policy.logprobs(batch)
+        del state, model, weights  # gigabytes
         self._events("start engine", start, steps)
         self._rollout = VllmRollout(
             self._settings,
@@ -285,6 +286,7 @@ class GrpoRun:
         rows = self._policy.conversion.policy.report()
         body = {
             **self.identity,
+            "pretrained": self._settings.pretrained,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "versions": {
                 "vllm": vllm.__version__,

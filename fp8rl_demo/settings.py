@@ -20,6 +20,9 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 DEMO_RECIPE = Recipe(pins=Pins(last=1))
 """The default recipe with the last decoder layer pinned to BF16."""
 
+POSITIONS = 64
+"""Most tokens of a sequence with the demo's own model."""
+
 PRETRAINED = {
     "minibatches": 2,
     "microbatch_size": 16,
@@ -72,6 +75,9 @@ class Settings(_Frozen):
     seed: int = 0
     pretrained: str | None = None
     """Folder of the model; None: the demo makes one, of the size ``model``, and warm-starts it."""
+    pretrained_name: str | None = None
+    """Its name on the hub, whatever the revision, or its folder again. A run goes on with another
+    revision: all weights are in its checkpoint."""
     task: str = "sums"
     """``sums``, or a dataset of reasoning-gym."""
     task_options: dict[str, Any] = {}
@@ -145,7 +151,7 @@ def hf_config(settings: Settings) -> Any:
         num_attention_heads=size.num_heads,
         num_key_value_heads=size.num_kv_heads,
         head_dim=size.head_dim,
-        max_position_embeddings=64,
+        max_position_embeddings=POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_id,
         eos_token_id=tokenizer.eos_id,

@@ -63,7 +63,7 @@ def load_task(name: str, options: dict[str, Any], *, in_words: bool) -> Task:
         in_words: ask for sums in words.
 
     Raises:
-        OptionError: reasoning-gym is not installed, or has no such dataset.
+        OptionError: reasoning-gym is not installed, or has no such dataset with answers.
     """
     if name != "sums":
         return _reasoning_gym(name, options)
@@ -97,6 +97,10 @@ def _reasoning_gym(name: str, options: dict[str, Any]) -> Task:
         entries = {entry["question"]: entry for entry in data}
     except (ValueError, TypeError, AssertionError) as error:
         raise OptionError(f"--task: reasoning-gym cannot make '{name}' ({error}).") from None
+    if any(entry["answer"] is None for entry in entries.values()):
+        raise OptionError(
+            f"--task: '{name}' of reasoning-gym has problems without an answer; give another one."
+        )
     problems = [Problem(q + ANSWER_IN, e["answer"], e) for q, e in entries.items()]
     held_out = min(VALIDATION, len(problems) // 4)
 

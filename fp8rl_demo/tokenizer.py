@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8rl.errors import ModelError
+from fp8rl_bench.worker import sentence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -113,7 +114,13 @@ class ChatTokenizer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
-        self._hf: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        try:
+            self._hf: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # of many kinds
+            raise ModelError(
+                f"The tokenizer in '{folder}' cannot be loaded ({sentence(error)}); give a model "
+                "with a tokenizer of transformers."
+            ) from error
         file = folder / "generation_config.json"
         generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         ends = generation.get("eos_token_id") or []

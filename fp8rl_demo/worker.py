@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from fp8rl.errors import Fp8RLError
+from fp8rl_bench.worker import sentence
 from fp8rl_demo.events import EventWriter
 from fp8rl_demo.settings import Precision, Settings
 
@@ -37,7 +38,7 @@ class Job(BaseModel):
 
 
 def main(text: str) -> int:
-    """Run a job and return the exit code: 0, 2 after an error of fp8rl, 130 after an interrupt."""
+    """Run a job and return the exit code: 0, 2 after an error, 130 after an interrupt."""
     job = Job.model_validate_json(text)
     with os.fdopen(job.events_fd, "w", encoding="utf-8") as stream:
         events = EventWriter(stream)
@@ -46,10 +47,12 @@ def main(text: str) -> int:
                 _run(job, events)
         except KeyboardInterrupt:
             return INTERRUPTED
-        except Fp8RLError as error:
+        except Exception as error:
             traceback.print_exc()
-            events("error", note=str(error))
+            events("error", note=str(error) if isinstance(error, Fp8RLError) else sentence(error))
             return 2
+        finally:
+            _end_process_group()
     return 0
 
 
@@ -73,6 +76,14 @@ def _run(job: Job, events: EventWriter) -> None:
         recipe = Recipe.from_dict(job.recipe)
         run = GrpoRun(job.precision, recipe, job.settings, job.folder, events)
         run.run(job.steps, job.warm_start, resume=job.resume)
+
+
+def _end_process_group() -> None:
+    """End torch's process group; NCCL's warning that it was left would be the log's last line."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -75,10 +75,12 @@ class Run:
 
     @property
     def model(self) -> str | None:
-        """Name of the model's folder, or None for the demo's own model."""
+        """Name of the model on the hub or of its folder, or None for the demo's own model."""
         settings = self.info.get("settings")
-        folder = settings.get("pretrained") if isinstance(settings, dict) else None
-        return Path(folder).name if isinstance(folder, str) else None
+        name = settings.get("pretrained_name") if isinstance(settings, dict) else None
+        if not isinstance(name, str):
+            return None
+        return Path(name).name if Path(name).is_absolute() else name
 
     def tokens_per_second(self) -> float | None:
         """Return the median speed of the rollouts of a step."""

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fp8rl.errors import CheckpointError
 from fp8rl_demo import checkpoint
+from support.processes import run_code
 
 IDENTITY = {"precision": "fp8", "settings": {"seed": 0, "model": {"num_layers": 2}}}
 
@@ -127,6 +129,49 @@ def test_the_sums_are_those_of_sha256sum(tmp_path: Path, model_folder: Path):
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=path, check=True)
 
 
+def test_the_trainers_state_is_read_to_the_cpu(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On a GPU it would come back there, beside the engine, with each save."""
+    devices, read = [], torch.load
+
+    def spy(*args: Any, map_location: Any = None, **kwargs: Any) -> Any:
+        devices.append(map_location)
+        return read(*args, map_location=map_location, **kwargs)
+
+    monkeypatch.setattr(torch, "load", spy)
+    checkpoint.load(_save(tmp_path / "run", 1, model_folder, {"a": torch.ones(64)}))
+    assert devices == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize("full", ["model", "trainer"])
+def test_a_full_disk_is_told_and_gets_its_room_back(tmp_path: Path, model_folder: Path, full: str):
+    """A limit on a file's size stands in for the disk's."""
+    run = tmp_path / "run"
+    path = _save(run, 1, model_folder)
+    code = f"""
+        import resource, signal
+        from pathlib import Path
+        import torch
+        from fp8rl.errors import CheckpointError
+        from fp8rl_demo import checkpoint
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+        sizes = {{"model": 4, "trainer": 4, {full!r}: 1 << 16}}
+        model, trainer = ({{"w": torch.ones(n)}} for n in sizes.values())
+        run, model_folder = Path({str(run)!r}), Path({str(model_folder)!r})
+        try:
+            checkpoint.save(run, 2, model, trainer, {{}}, model_folder)
+        except CheckpointError as error:
+            print(error)
+    """
+    done = run_code(code)
+    assert f"Checkpoint {run / 'step-000002'} cannot be written (" in done.stdout, done.stderr
+    assert "; free space on its disk, or give --settings '{\"checkpoint_every\": 0}'" in done.stdout
+    assert [*run.iterdir()] == [path]
+
+
 def test_what_cannot_be_resumed_or_stored_is_refused(tmp_path: Path, model_folder: Path):
     path = _save(tmp_path / "run", 1, model_folder)
     other = {"precision": "bf16", "settings": {"seed": 0, "model": {"num_layers": 3}}}
@@ -138,4 +183,4 @@ def test_what_cannot_be_resumed_or_stored_is_refused(tmp_path: Path, model_folde
         checkpoint.load(path)
     with pytest.raises(CheckpointError, match="Cannot store this trainer state"):
         _save(tmp_path / "other", 1, model_folder, {"rng": [object()]})
-    assert checkpoint.latest(tmp_path / "other") is None
+    assert [*(tmp_path / "other").iterdir()] == []

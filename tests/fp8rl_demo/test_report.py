@@ -185,8 +185,13 @@ def test_samples_are_compared_first_with_last_and_escaped(tmp_path: Path) -> Non
     assert "7␣ ✗" in text and "✗ wrong, ␣ a space" in text and "1 of the 1 first answers" in text
 
 
-def test_a_model_on_a_gpu_is_named_and_compared_with_bf16_there(out: Path) -> None:
-    settings = {"pretrained": "/models/SmolLM2", "task": "gcd"}
+@pytest.mark.parametrize(
+    ("given", "shown"), [("/models/SmolLM2", "SmolLM2"), ("hub/SmolLM2", "hub/SmolLM2")]
+)
+def test_a_model_on_a_gpu_is_named_and_compared_with_bf16_there(
+    out: Path, given: str, shown: str
+) -> None:
+    settings = {"pretrained_name": given, "task": "gcd"}
     info = {"device": "NVIDIA H100", "settings": settings, "versions": {}}
     for name, factor in (("bf16", 1.0), ("fp8-rollout", 1.0), ("fp8", 0.5)):
         (out / name / "run.json").write_text(json.dumps(info))
@@ -195,13 +200,13 @@ def test_a_model_on_a_gpu_is_named_and_compared_with_bf16_there(out: Path) -> No
         rows[0]["seconds"] = dict.fromkeys(SECONDS, 60.0)  # kernels are compiled
         (out / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = Page(write_report(out).read_text(encoding="utf-8"))
-    for shown in (page.text, " ".join(printed(out).split())):
-        assert "fp8-rollout: rollouts 1.00x, training 1.00x" in shown
-        assert "fp8: rollouts 2.00x, training 2.00x" in shown
-        assert "on NVIDIA H100" in shown or "on one NVIDIA H100" in shown
-        assert "500" in shown and "1,000" in shown  # tokens a second
-        assert "simulates" not in shown and "warm start" not in shown
-    assert "GRPO of SmolLM2 on 'gcd' of reasoning-gym" in page.text
+    for text in (page.text, " ".join(printed(out).split())):
+        assert "fp8-rollout: rollouts 1.00x, training 1.00x" in text
+        assert "fp8: rollouts 2.00x, training 2.00x" in text
+        assert "on NVIDIA H100" in text or "on one NVIDIA H100" in text
+        assert "500" in text and "1,000" in text  # tokens a second
+        assert "simulates" not in text and "warm start" not in text
+    assert f"GRPO of {shown} on 'gcd' of reasoning-gym" in page.text
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import math
 import re
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +99,16 @@ def test_without_reasoning_gym_its_tasks_are_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(OptionError, match="not installed; run pip install reasoning-gym, or give"):
         task_of("gcd")
+
+
+def test_problems_without_an_answer_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [{"question": "1+1?", "answer": "2"}, {"question": "Solve it.", "answer": None}]
+    gym = SimpleNamespace(create_dataset=lambda name, **options: entries)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", gym)
+    utils = SimpleNamespace(extract_answer=None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.utils", utils)
+    with pytest.raises(OptionError, match="'rubiks_cube' of reasoning-gym has problems without an"):
+        task_of("rubiks_cube")
 
 
 def test_seed_and_step_change_the_batch() -> None:
