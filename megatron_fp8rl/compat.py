@@ -11,8 +11,11 @@ from typing import Any
 
 from fp8rl.errors import UnsupportedError
 
-SUPPORTED_VERSIONS = ("0.16.1", "0.16.0", "0.20.0")
-"""Releases, and the commit that Megatron-Bridge and NeMo RL pin (Megatron-LM 2a75ac1)."""
+SUPPORTED_VERSIONS = ("0.16.1", "0.16.0", "0.19.2", "0.20.0")
+"""Releases, and the commit that Megatron-Bridge and NeMo RL pin (Megatron-LM 2a75ac1, 0.20.0).
+
+The first is the newest for Python 3.11; pip takes 0.19.2 for later ones.
+"""
 
 CUDA_GRAPHS = ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl")
 """Options of ``TransformerConfig``, of several versions, that capture forwards in CUDA graphs."""

@@ -214,6 +214,7 @@ def test_what_the_doors_refuse(monkeypatch, recipe):
 def test_bridge_is_named_where_it_is_missing(monkeypatch):
     from megatron_fp8rl.integrations import bridge
 
-    monkeypatch.setitem(sys.modules, "megatron.bridge", None)
+    for name in ("megatron.bridge", "megatron.bridge.models.conversion.param_mapping"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UnsupportedError, match="Megatron-Bridge cannot be imported"):
         bridge.pre_wrap_hook()([build_gpt(DENSE)])
