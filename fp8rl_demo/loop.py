@@ -15,8 +15,7 @@ import torch
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import CheckpointError
 from fp8rl.kv_scales import next_scales, parse_scale_name
-from fp8rl.models.folder import RECIPE_FILE, folder_tensors
-from fp8rl.weight_files import WeightFile
+from fp8rl.models.folder import RECIPE_FILE, read_tensors
 from fp8rl_demo import checkpoint
 from fp8rl_demo.batch import TokenBatch, make_batch
 from fp8rl_demo.events import EventWriter

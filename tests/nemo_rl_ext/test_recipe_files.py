@@ -27,7 +27,7 @@ def test_the_list_names_the_folder_and_every_recipe() -> None:
     lines = result.stdout.splitlines()
     assert lines[0] == str(ROOT / "recipes")
     stems = {file.stem for file in (ROOT / "recipes").glob("*.yaml")} - {"keys"}
-    assert len(stems) == 14
+    assert len(stems) == 15
     assert [line for line in lines if line in stems] == sorted(stems)
     for stem in stems:  # each says what it is for
         assert len(lines[lines.index(stem) + 1].strip()) > 20

@@ -77,9 +77,12 @@ def _pair(first, second, NATIVE: tl.constexpr):
 
 @triton.jit
 def _narrowed(x, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    # One return: Triton compiles what follows a return too, and the types would differ.
     if NATIVE or tl.bfloat16 != DTYPE:
-        return x.to(DTYPE)
-    return (_rounded(x) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        y = x.to(DTYPE)
+    else:
+        y = (_rounded(x) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return y
 
 
 @triton.jit
