@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-_LONGEST = 240
+from fp8rl.errors import sentence
 
 
 class Row:
@@ -41,12 +41,6 @@ class Row:
             traceback.print_exc()
             self.found["failed"][name] = sentence(error)
         self._out.write_text(json.dumps(self.found), encoding="utf-8")
-
-
-def sentence(error: BaseException) -> str:
-    """Return the beginning of an error in one line, with its kind."""
-    text = ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + " .."
 
 
 def main(name: str, out: str, descriptor: str) -> None:

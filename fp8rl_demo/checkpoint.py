@@ -19,9 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from fp8rl.errors import CheckpointError
+from fp8rl.errors import CheckpointError, sentence
 from fp8rl.weight_files import flush
-from fp8rl_bench.worker import sentence
 
 FORMAT = 3
 _KEEP = 2

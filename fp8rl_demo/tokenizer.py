@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8rl.errors import ModelError
-from fp8rl_bench.worker import sentence
+from fp8rl.errors import ModelError, sentence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -14,8 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from fp8rl.errors import Fp8RLError
-from fp8rl_bench.worker import sentence
+from fp8rl.errors import Fp8RLError, sentence
 from fp8rl_demo.events import EventWriter
 from fp8rl_demo.settings import Precision, Settings
 

@@ -45,3 +45,14 @@ class CheckpointError(Fp8RLError, RuntimeError):
 
 class BatchError(Fp8RLError, ValueError):
     """A training batch of wrong shape, or with a NaN logprob, reward or advantage that counts."""
+
+
+def sentence(error: BaseException, longest: int = 240) -> str:
+    """Return the beginning of an error in one line, with its kind.
+
+    Args:
+        error: of any kind.
+        longest: characters.
+    """
+    text = ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
+    return text if len(text) <= longest else text[:longest] + " .."

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fp8rl.errors import sentence
 from fp8rl_bench import command
-from fp8rl_bench.worker import Row, sentence
+from fp8rl_bench.worker import Row
 
 
 @pytest.mark.parametrize(
