@@ -26,14 +26,14 @@ pytest.register_assert_rewrite("support")
 TESTS = Path(__file__).parent
 SLOW = {
     TESTS / "fuzz",
-    TESTS / "fp8rl_bench" / "test_run.py",
+    TESTS / "fp8rl_bench" / "test_bench_run.py",
     TESTS / "fp8rl_demo" / "test_run.py",
     TESTS / "megatron_fp8rl" / "test_exact_replay.py",
 }
 ENGINES = {TESTS / name for name in ("vllm_fp8rl", "fuzz")}
 # Long ones that need neither an engine nor Megatron in this process: they start others.
 PROCESSES = {
-    TESTS / "fp8rl_bench" / "test_run.py",
+    TESTS / "fp8rl_bench" / "test_bench_run.py",
     TESTS / "fp8rl_demo" / "test_run.py",
     TESTS / "nemo_rl_ext" / "patches" / "test_activation.py",
     TESTS / "nemo_rl_ext" / "workers" / "test_in_flight.py",
