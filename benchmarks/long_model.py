@@ -80,6 +80,14 @@ class WarmStart(ABC):
             self.optimizer.load_state_dict(kept["optimizer"])
             self.steps, self.tokens, self.seconds = kept["done"]
 
+    def make(self) -> None:
+        """Train, print the accuracy of samples and write the model."""
+        self.run()
+        if self.options.samples:
+            told = {"sampled_accuracy": self.sampled_accuracy(self.options.samples)}
+            sys.stdout.write(json.dumps(told) + "\n")
+        self.save_model()
+
     def run(self) -> None:
         """Train to the limit or the accuracy, print progress and keep checkpoints."""
         began = reported = time.monotonic()
@@ -137,6 +145,14 @@ class WarmStart(ABC):
             choose: source of the choices.
             progress: share of the training that is done.
         """
+
+    @abstractmethod
+    def sampled_accuracy(self, count: int) -> float:
+        """Return the mean score of answers sampled at temperature 1."""
+
+    @abstractmethod
+    def save_model(self) -> None:
+        """Write the model and its tokenizer as a Hugging Face folder."""
 
     @abstractmethod
     def expected_accuracy(self) -> float:
@@ -264,6 +280,23 @@ class ProgramWarmStart(WarmStart):
         hf.save_pretrained(self.options.folder)
 
 
+def add_training(parser: argparse.ArgumentParser, **defaults: float) -> None:
+    """Add the options of a :class:`WarmStart`.
+
+    Args:
+        parser: of the command line.
+        defaults: of ``limit``, ``steps``, ``stop_at``, ``tokens`` and ``learning_rate``.
+    """
+    parser.add_argument("--limit", type=float, help="seconds")
+    parser.add_argument("--steps", type=int, help="steps of AdamW at most")
+    parser.add_argument("--stop-at", type=float, help="expected accuracy")
+    parser.add_argument("--tokens", type=int, help="of a step at most")
+    parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--seed", type=int, default=0, help="of all that is random")
+    parser.add_argument("--samples", type=int, default=64, help="answers sampled at the end")
+    parser.set_defaults(**defaults)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
@@ -273,20 +306,8 @@ def main() -> None:
         "--longest", type=int, choices=steps, default=40, metavar="STEPS", help="of a program"
     )
     parser.add_argument("--slips", type=float, default=0.02, help="share of lines with a slip")
-    parser.add_argument("--limit", type=float, default=210.0, help="seconds")
-    parser.add_argument("--steps", type=int, default=20_000, help="steps of AdamW at most")
-    parser.add_argument("--stop-at", type=float, default=1.0, help="expected accuracy")
-    parser.add_argument("--tokens", type=int, default=16_384, help="of a step")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of programs")
-    parser.add_argument("--samples", type=int, default=64, help="answers sampled at the end")
-    options = parser.parse_args()
-    start = ProgramWarmStart(options)
-    start.run()
-    if options.samples:
-        told = {"sampled_accuracy": start.sampled_accuracy(options.samples)}
-        sys.stdout.write(json.dumps(told) + "\n")
-    start.save_model()
+    add_training(parser, limit=210.0, steps=20_000, stop_at=1.0, tokens=16_384, learning_rate=1e-3)
+    ProgramWarmStart(parser.parse_args()).make()
 
 
 if __name__ == "__main__":

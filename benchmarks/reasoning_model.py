@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from long_model import WarmStart
+from long_model import WarmStart, add_training
 from reasoning_tasks import TASKS, Entry, demonstration, entries, prompt
 from tiny_models import IGNORED
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -146,20 +146,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--gym", choices=tuple(TASKS), default="sums")
     parser.add_argument("--demonstrations", type=int, default=20_000, help="problems")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds")
-    parser.add_argument("--steps", type=int, default=4000, help="steps of AdamW at most")
-    parser.add_argument("--stop-at", type=float, default=0.4, help="expected accuracy")
-    parser.add_argument("--tokens", type=int, default=32_768, help="of a step at most")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of demonstrations")
-    parser.add_argument("--samples", type=int, default=64, help="answers sampled at the end")
-    options = parser.parse_args()
-    start = ReasoningWarmStart(options)
-    start.run()
-    if options.samples:
-        told = {"sampled_accuracy": start.sampled_accuracy(options.samples)}
-        sys.stdout.write(json.dumps(told) + "\n")
-    start.save_model()
+    add_training(parser, limit=120.0, steps=4000, stop_at=0.4, tokens=32_768, learning_rate=3e-4)
+    ReasoningWarmStart(parser.parse_args()).make()
 
 
 if __name__ == "__main__":
