@@ -9,7 +9,7 @@ help:
 	@echo "make demo    the whole FP8 RL loop on this CPU (options: ARGS=\"--help\")"
 	@echo "make test    the tests, without the slow ones"
 	@echo "make slow    the slow ones: bad inputs, interrupts, several ranks, every model family"
-	@echo "make fuzz    bad inputs, interrupts and kills, for longer (docs/measurements/reliability.md)"
+	@echo "make fuzz    bad inputs, interrupts and kills, for longer (docs/measurements/fuzz.md)"
 	@echo "make contract what we use of NeMo RL, against its sources (CONTRIBUTING.md)"
 	@echo "make matrix  the engine tests with other versions of engines and Python (docs/versions.md)"
 	@echo "make lint    ruff and mypy"

@@ -1,16 +1,11 @@
 """Accuracy and rollout/trainer mismatch of the demo, for each precision, over several seeds.
 
-    python benchmarks/accuracy.py [--seeds 0,1,2] [--steps 40] [--rates 1e-4,5e-4]
-                                  [--out out/accuracy]
+    python benchmarks/accuracy.py [--seeds 0,1,2] [--steps 40] [--out out/accuracy]
 
 Runs ``fp8rl demo --compare bf16,fp8-rollout,fp8`` once a seed with the real engines, the two FP8
 precisions once more with a BF16 KV cache, which tells the linear layers' share of the mismatch from
 the cache's, and ``fp8`` with a trainer that attends over BF16 keys and values. Finished seeds are
-not run again. Writes ``benchmarks/results/accuracy_cpu.json``
-and the table of ``docs/measurements/accuracy.md``.
-
-``--rates`` runs the three precisions at other learning rates of GRPO instead, where that in BF16
-begins to fail too, and writes ``benchmarks/results/learning_rates_cpu.json``.
+not run again. Writes ``benchmarks/results/accuracy_cpu.json`` and prints a table.
 """
 
 from __future__ import annotations
@@ -20,7 +15,6 @@ import json
 import statistics
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +25,16 @@ PRECISIONS = ("bf16", "fp8-rollout", "fp8")
 BF16_KV = " + BF16 KV cache"
 BF16_ATTENTION = " + BF16 K and V in training"
 ROOT = Path(__file__).resolve().parent.parent
-MARK = "<!-- table: benchmarks/accuracy.py -->"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rates", help="learning rates, separated by commas")
     parser.add_argument("--out", type=Path, default=Path("out/accuracy"))
     args = parser.parse_args()
     seeds = [int(seed) for seed in args.seeds.split(",")]
     rows: list[dict[str, Any]] = []
-    if args.rates:
-        for rate, seed in product(map(float, args.rates.split(",")), seeds):
-            folder = args.out / f"seed-{seed}-rate-{rate:g}"
-            settings = {"learning_rate": rate}
-            found = _run(folder, PRECISIONS, seed, args.steps, "", DEMO_RECIPE, settings)
-            rows += [{"learning_rate": rate} | row for row in found]
-        command = f"--rates {args.rates} --seeds {args.seeds} --steps {args.steps}"
-        _write("learning_rates_cpu", command, folder / "fp8" / "run.json", rows)
-        return
     for seed in seeds:
         for name, precisions, suffix, kv_cache in (
             (f"seed-{seed}", PRECISIONS, "", KVCache()),
@@ -59,29 +42,18 @@ def main() -> None:
             (f"seed-{seed}-bf16-attention", ("fp8",), BF16_ATTENTION, KVCache(in_training=False)),
         ):
             recipe = DEMO_RECIPE.model_copy(update={"kv_cache": kv_cache})
-            rows += _run(args.out / name, precisions, seed, args.steps, suffix, recipe, {})
-    first = args.out / f"seed-{seeds[0]}" / "fp8" / "run.json"
-    _write("accuracy_cpu", f"--seeds {args.seeds} --steps {args.steps}", first, rows)
-    table = _table(rows)
-    document = ROOT / "docs" / "measurements" / "accuracy.md"
-    before, _, rest = document.read_text().partition(MARK)
-    _, _, after = rest.partition(MARK)
-    document.write_text(f"{before}{MARK}\n{table}\n{MARK}{after}")
-    sys.stdout.write(table + "\n")
-
-
-def _write(name: str, arguments: str, facts: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the runs to ``benchmarks/results``, with versions, recipe and settings of one."""
-    run = json.loads(facts.read_text())
+            rows += _run(args.out / name, precisions, seed, args.steps, suffix, recipe)
+    run = json.loads((args.out / f"seed-{seeds[0]}" / "fp8" / "run.json").read_text())
     result = {
-        "command": f"python benchmarks/accuracy.py {arguments}",
+        "command": f"python benchmarks/accuracy.py --seeds {args.seeds} --steps {args.steps}",
         **{key: run[key] for key in ("versions", "recipe")},
         # What differs from run to run stands in each.
         "settings": {k: v for k, v in run["settings"].items() if k not in rows[0]},
         "runs": rows,
     }
-    target = ROOT / "benchmarks" / "results" / f"{name}.json"
+    target = ROOT / "benchmarks" / "results" / "accuracy_cpu.json"
     target.write_text(json.dumps(result, indent=1) + "\n")
+    sys.stdout.write(_table(rows) + "\n")
 
 
 def _run(
@@ -91,12 +63,11 @@ def _run(
     steps: int,
     suffix: str,
     recipe: Recipe,
-    settings: dict[str, Any],
 ) -> list[dict[str, Any]]:
     if not all(_steps_done(folder / p) >= steps for p in precisions):
         command = ["-m", "fp8rl", "demo", "--compare", ",".join(precisions)]
         command += ["--seed", str(seed), "--steps", str(steps), "--out", str(folder)]
-        command += ["--recipe", json.dumps(recipe.to_dict()), "--settings", json.dumps(settings)]
+        command += ["--recipe", json.dumps(recipe.to_dict())]
         subprocess.run([sys.executable, *command], check=True)
     return [_summary(folder / p, p + suffix, seed) for p in precisions]
 

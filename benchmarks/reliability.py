@@ -5,7 +5,7 @@
 An example that fails is kept in ``.hypothesis`` and tried first the next time, so that a run that
 was stopped or that failed can be taken up again; ``--seed`` repeats a run from the beginning.
 Writes ``benchmarks/results/reliability_cpu.json`` and its line in
-``docs/measurements/reliability.md``, unless a test failed.
+``docs/measurements/fuzz.md``, unless a test failed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp8rl_bench.facts import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "reliability_cpu.json"
-DOC = ROOT / "docs" / "measurements" / "reliability.md"
+DOC = ROOT / "docs" / "measurements" / "fuzz.md"
 BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
 
 

@@ -1,7 +1,7 @@
 """Attention over a KV cache in INT8 with a scale for each token and head, for Hopper GPUs.
 
 vLLM has the format, ``kv_cache_dtype="int8_per_token_head"``, in its Triton backend, whose kernel
-takes three to eight times as long as FlashAttention over BF16 (``docs/measurements/kernels.md``).
+takes three to eight times as long as FlashAttention over BF16 (``docs/measurements/attention.md``).
 Here :mod:`vllm_fp8rl.attention.hopper` computes it, decodes as fast as over E4M3. The cache's pages
 have another order of bytes than vLLM's (:mod:`vllm_fp8rl.attention.pages.int8_layout`). The backend
 is registered as ``TRITON_ATTN``, the only one that vLLM chooses for this format.

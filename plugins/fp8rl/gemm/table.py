@@ -1,8 +1,7 @@
 """The table that chooses a GEMM backend by architecture and direction.
 
 Hopper was measured on an H100 with the linear layers of Qwen3-8B at 8,192 tokens (milliseconds,
-summed over the four; raw data: ``benchmarks/results/megatron_linears_h100.json`` and
-``megatron_linears_2_h100.json``). The order is the same for each of the four shapes, except that
+summed over the four; raw data: ``benchmarks/results/megatron_linears_h100.json``). The order is the same for each of the four shapes, except that
 DeepGEMM and Triton, behind ``scaled_mm``, are within 4% of each other in some weight gradients:
 
 ========== ========== ========== =======
@@ -15,8 +14,8 @@ wgrad_add  3.62       4.43       7.50
 ========== ========== ========== =======
 
 The experts of Qwen3-30B-A3B take 0.41 ms (fprop of gate and up) with DeepGEMM's grouped kernel and
-9.6 ms or more with one call for each expert (``megatron_experts_h100.json``), so experts are served
-by grouped kernels or not at all.
+9.6 ms or more with one call for each expert, so experts are served by grouped kernels or not at
+all.
 
 Ada (sm_89) and Blackwell (sm_100 and later) were not measured: of the built-in backends Triton
 alone runs there, because cuBLASLt has 128-element blocks on Hopper only and the use of DeepGEMM
