@@ -1,15 +1,15 @@
 """The table that chooses a GEMM backend by architecture and direction.
 
 Hopper was measured on an H100 with the linear layers of Qwen3-8B at 8,192 tokens (milliseconds,
-summed over the four; raw data: ``benchmarks/results/megatron_linears_h100.json``). The order is the same for each of the four shapes, except that
-DeepGEMM and Triton, behind ``scaled_mm``, are within 4% of each other in some weight gradients:
+summed over the four; raw data: ``benchmarks/results/megatron_linears_h100.json``). The order is the
+same for each of the four shapes:
 
 ========== ========== ========== =======
 direction  deep_gemm  scaled_mm  triton
 ========== ========== ========== =======
 fprop      2.60       2.77       5.18
 dgrad      2.62       2.87       5.19
-wgrad      4.10       3.80       4.58
+wgrad      4.10       3.80       slower
 wgrad_add  3.62       4.43       7.50
 ========== ========== ========== =======
 

@@ -52,9 +52,5 @@ def _product(
     accumulate = out is not None
     if out is None:
         out = torch.empty(len(a.codes), len(b.codes), dtype=dtype, device=a.codes.device)
-        hopper = torch.cuda.get_device_capability(out.device) == (9, 0)
-        if not blocks and dtype is torch.bfloat16 and hopper and triton_kernels.is_wide(a, b):
-            triton_kernels.wide_groups_mm(a, b, out)
-            return out
     triton_kernels.block_scaled_mm(a, b, out, blocks=blocks, accumulate=accumulate)
     return out
