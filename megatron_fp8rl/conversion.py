@@ -17,7 +17,7 @@ from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.gemm import BackendChoice, GemmBackend, GemmShape, GroupedBackend, GroupedShape
 from fp8rl.gemm.reference import Float64Backend
-from fp8rl.kernels import require_fp8_linears
+from fp8rl.kernels import REMEDY, require_fp8_linears
 from fp8rl.listing import listed
 from fp8rl.numerics import BLOCK, GROUP, LastExpertRows, Quantized
 from fp8rl.precision_report import precision_text
@@ -443,7 +443,19 @@ def _check(site: Site, setup: Setup) -> None:
         shape = GemmShape(GROUP, out_features, in_features, first.dtype)
         backend = setup.backends.pick(first.device, shape, site.name)
     if setup.recipe.exact:
-        exact.require_backend(backend.name, site.name, first)
+        _require_exact_backend(backend.name, site.name, first)
+
+
+def _require_exact_backend(backend: str, name: str, weight: torch.Tensor) -> None:
+    """Raise UnsupportedError for a backend of a linear layer whose sums are not the rollout's."""
+    needed = "reference" if weight.is_cpu else "deep_gemm"
+    if backend != needed:
+        raise UnsupportedError(
+            f"exact needs the GEMM backend '{needed}' for '{name}' {list(weight.shape)} in the "
+            f"trainer, and '{backend}' would multiply it; install DeepGEMM on a GPU (a vLLM wheel "
+            "carries it), name no other backend, choose a model with multiples of 64 features on "
+            f"each rank (128 in experts), {REMEDY}"
+        )
 
 
 def _swap(site: Site, setup: Setup) -> None:

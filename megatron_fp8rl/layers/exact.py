@@ -518,24 +518,6 @@ def _frequencies(chunk: Any) -> Tensor:
     return ours
 
 
-def require_backend(backend: str, name: str, weight: Tensor) -> None:
-    """Raise UnsupportedError for a backend of a linear layer whose sums are not the rollout's.
-
-    Args:
-        backend: name of the backend that multiplies it.
-        name: of the layer.
-        weight: of the layer, or of its first expert.
-    """
-    needed = "reference" if weight.is_cpu else "deep_gemm"
-    if backend != needed:
-        raise UnsupportedError(
-            f"exact needs the GEMM backend '{needed}' for '{name}' {list(weight.shape)} in the "
-            f"trainer, and '{backend}' would multiply it; install DeepGEMM on a GPU (a vLLM wheel "
-            "carries it), name no other backend, choose a model with multiples of 64 features on "
-            f"each rank (128 in experts), {REMEDY}"
-        )
-
-
 def _starts_of(packed: Any) -> Tensor:
     """Return int32 ``[sequences + 1]``, the first token of each packed sequence, and the end."""
     padded = packed.cu_seqlens_q_padded
