@@ -211,9 +211,11 @@ def single_controller(value: dict[str, Any], source: Path, options: argparse.Nam
 def reasoning(value: dict[str, Any], tokens_out: int) -> None:
     """Change a YAML with long answers to those of a pretrained model to reasoning-gym, in place."""
     policy = value["policy"]
-    # Whole float32 logits of 49,152 words would take gigabytes of a GPU that several runs share.
+    # Float32 logits of 49,152 words take gigabytes of a GPU that several runs share.
     policy["logprob_chunk_size"] = LOGPROB_CHUNK
     policy["generation"]["max_new_tokens"] = tokens_out
+    length = policy["max_total_sequence_length"]
+    policy["dynamic_batching"]["train_mb_tokens"] = max(MICRO_BATCH_TOKENS // 4, length)
     megatron = policy["megatron_cfg"]
     megatron["defer_fp32_logits"] = True
     megatron["optimizer"] |= {"lr": REASONING_LEARNING_RATE, "min_lr": REASONING_LEARNING_RATE}

@@ -97,7 +97,7 @@ class BatchCorrection:
         trainer = train_data["prev_logprobs"][:, 1:]
         result = correct(rollout, trainer, counts, self.settings, self._corrector)
         metrics = dict(result.metrics)
-        error = metrics["token_mult_prob_error"]
+        error = metrics["capped_prob_error"]
         kept, weights = result.mask, result.weights
         if self.guard is not None and kept.any() and self._is_tight(self.guard, error):
             tight = self._reject_tightly(self.guard, rollout, trainer, kept)
@@ -139,7 +139,7 @@ class BatchCorrection:
             whole = correct(rollout, trainer, counts, self.settings, self._corrector)
             metrics = dict(whole.metrics)
             emptied = self.skips or not whole.weights[kept].any()
-            metrics |= self._close(metrics["token_mult_prob_error"], emptied=emptied)
+            metrics |= self._close(metrics["capped_prob_error"], emptied=emptied)
             if self.guard is not None:
                 dropped = float((whole.mask & ~kept).sum())
                 metrics["guard_rejected_share"] = dropped / max(float(whole.mask.sum()), 1.0)
@@ -173,7 +173,7 @@ class BatchCorrection:
         """Decide whether the step is left out, and return the guard's metrics.
 
         Args:
-            error: ``token_mult_prob_error`` of all tokens of the step.
+            error: ``capped_prob_error`` of all tokens of the step.
             emptied: no token of the step is left with a weight.
         """
         if emptied:
@@ -200,7 +200,7 @@ class BatchCorrection:
         reasons, widen = [], ""
         if far:
             reasons.append(
-                "token_mult_prob_error was above loss_fn.fp8rl_guard.skip_above="
+                "capped_prob_error was above loss_fn.fp8rl_guard.skip_above="
                 f"{guard.config.skip_above} in {far}"
             )
         if emptied:

@@ -43,7 +43,7 @@ class MismatchGuard:
         """Return ``normal``, ``tight`` or ``skip``, without a change of state.
 
         Args:
-            error: ``token_mult_prob_error`` of a batch, or of a part of one.
+            error: ``capped_prob_error`` of a batch, or of a part of one.
         """
         if not math.isfinite(error) or error > self.config.skip_above:
             return "skip"
@@ -53,7 +53,7 @@ class MismatchGuard:
         return "normal" if self.level == "normal" or released else "tight"
 
     def observe(self, error: float, *, emptied: bool = False) -> Level:
-        """Return the level for the step whose batch has this ``token_mult_prob_error``.
+        """Return the level for the step whose batch has this ``capped_prob_error``.
 
         Args:
             error: of all tokens of the batch, before any rejection.
@@ -64,7 +64,7 @@ class MismatchGuard:
         self.level = self._next(error, emptied)
         if self.level != before:
             logger.warning(
-                "fp8rl guard: %s -> %s: token_mult_prob_error is %.4f%s (tighten above %g, skip "
+                "fp8rl guard: %s -> %s: capped_prob_error is %.4f%s (tighten above %g, skip "
                 "above %g; %d skipped, %d good steps in a row).",
                 before,
                 self.level,

@@ -10,6 +10,8 @@ import torch
 from fp8rl.errors import BatchError
 
 QUANTILES = (0.01, 0.5, 0.99)
+CAP = 10.0
+"""Most that a token counts in ``capped_prob_error``, 2.3 nats."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class MismatchMetrics:
     """Number of tokens compared."""
     token_mult_prob_error: float
     """Mean of exp(abs(log_ratio)); 1 is perfect (NeMo RL ``token_mult_prob_error``)."""
+    capped_prob_error: float
+    """Mean of min(exp(abs(log_ratio)), 10): a token far off cannot raise that of a whole batch."""
     kl_k1: float
     """KL(rollout, trainer) estimated as the mean of -log_ratio."""
     kl_k2: float
@@ -106,6 +110,7 @@ def mismatch_metrics(
     packed = torch.stack(
         [
             log_ratio.abs().exp().mean(),
+            log_ratio.abs().exp().clamp(max=CAP).mean(),
             -log_ratio.mean(),
             log_ratio.square().mean() / 2,
             (torch.expm1(log_ratio) - log_ratio).mean(),

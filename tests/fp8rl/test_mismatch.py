@@ -27,6 +27,7 @@ def expected(pairs: list[tuple[float, float]], low: float, high: float) -> dict[
     return {
         "tokens": n,
         "token_mult_prob_error": math.fsum(math.exp(abs(x)) for x in d) / n,
+        "capped_prob_error": math.fsum(min(math.exp(abs(x)), 10) for x in d) / n,
         "kl_k1": -math.fsum(d) / n,
         "kl_k2": math.fsum(x * x / 2 for x in d) / n,
         "kl_k3": math.fsum(math.expm1(x) - x for x in d) / n,

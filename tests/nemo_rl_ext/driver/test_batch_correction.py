@@ -303,7 +303,7 @@ def test_the_guard_rises_at_once_falls_after_good_steps_and_ends_the_run_after_s
     assert [guard.observe(error) for error in errors] == levels.split()
     first = next(error for error in errors if error > 1.1)
     change = f"normal -> {'tight' if first < 1.5 else 'skip'}"
-    assert f"{change}: token_mult_prob_error is {first:.4f}" in caplog.text
+    assert f"{change}: capped_prob_error is {first:.4f}" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -320,6 +320,16 @@ def test_a_step_far_off_is_left_out_and_then_the_run_ends(bf16: bool, message: s
     assert run.skips
     with pytest.raises(UnsupportedError, match=message):
         run.correct(batch([1.0]))
+
+
+def test_one_token_far_off_leaves_the_guard_normal() -> None:
+    """As in a healthy run of SmolLM2, whose mean error it lifted to 1,050."""
+    guard = MismatchGuard(GuardConfig())
+    data = batch([0.05] * 8, tokens=512)
+    data["prev_logprobs"][3, 7] += 15
+    metrics = BatchCorrection(ImportanceSampling(), guard).correct(data)
+    assert metrics["fp8rl/token_mult_prob_error"] > 800
+    assert guard.level == "normal" and metrics["fp8rl/step_skipped"] == 0
 
 
 def test_the_guards_settings_are_checked() -> None:
