@@ -14,7 +14,8 @@ runs the driver untouched, and prints for each variant what its logs have (``nem
 reward and mismatch of every step, and seconds by phase. ``fp8rl-bf16kv`` has FP8 rollouts over a
 BF16 KV cache, as upstream's FP8 path with a DTensor trainer; ``fp8rl-int8kv`` an INT8 cache;
 ``fp8rl-rollout`` and ``upstream-rollout`` FP8 in rollouts alone, over a BF16 cache; ``fp8rl-exact``
-is ``exact: true``, for ``sums`` with packed sequences.
+is ``exact: true``, for ``sums`` with packed sequences, ``fp8rl-exact-int8kv`` the same over an INT8
+cache.
 
 ``--task sums``: a small Qwen3 trained here for seconds, or a small model of ``--family`` with its
 file under ``recipes/`` (``nemo_rl_families.py``). ``--gpus 2`` makes rollouts tensor-parallel and
@@ -71,6 +72,7 @@ VARIANTS = (
     "fp8rl-int8kv",
     "fp8rl-rollout",
     "fp8rl-exact",
+    "fp8rl-exact-int8kv",
 )
 TASKS: dict[str, dict[str, Any]] = {
     "sums": {"variants": "bf16,upstream,fp8rl", "steps": 20, "prompts": 32, "generations": 16},
@@ -84,7 +86,8 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "reasoning": {
         "trainer": "megatron",
-        "variants": "bf16,fp8rl-rollout,fp8rl-bf16kv,fp8rl,fp8rl-int8kv,fp8rl-exact",
+        "variants": "bf16,fp8rl-rollout,fp8rl-bf16kv,fp8rl,fp8rl-int8kv,fp8rl-exact,"
+        "fp8rl-exact-int8kv",
         "steps": 100,
         "prompts": 16,
         "generations": 8,
@@ -291,7 +294,8 @@ def refusal(options: argparse.Namespace) -> str | None:
         # Megatron-LM puts a norm in front of its linear_q_proj for which Megatron-Bridge has no
         # weight (its issue 5261), and no key of NeMo RL's changes that; fp8rl's worker does.
         return "--family moonlight has no --variants upstream: its worker cannot import the model"
-    if "fp8rl-exact" in variants and (not megatron or options.gpus > 1 or options.family):
+    exact = any(variant.startswith("fp8rl-exact") for variant in variants)
+    if exact and (not megatron or options.gpus > 1 or options.family):
         return "--variants fp8rl-exact needs --trainer megatron and one GPU, and has no --family"
     if "upstream-rollout" in variants and not megatron:
         return "--variants upstream-rollout needs --trainer megatron; else it is upstream"

@@ -152,7 +152,7 @@ def config(
             "kv_cache": {"dtype": CACHES.get(variant, "auto")},
             "pins": {"layers": [1]} if megatron else {},
         }
-    if variant == "fp8rl-exact":
+    if variant.startswith("fp8rl-exact"):
         value["fp8rl"] |= {"exact": True, "pins": {}}
         value["policy"]["logprob_chunk_size"] = 1024
         value["policy"]["megatron_cfg"]["defer_fp32_logits"] = True
