@@ -43,6 +43,7 @@ _SWITCHES = (
             "peft.enabled",
             "fp8_cfg.enabled",
             "fp4_cfg.enabled",
+            "zero_train_gen_mismatch",
             "first_last_layers_bf16",
             "apply_rope_fusion",
             "moe_grouped_gemm",
