@@ -93,8 +93,7 @@ def _free(gpu_memory: float | None) -> tuple[int | None, str]:
     if gpu_memory is not None:
         return int(gpu_memory * GIB), "by --gpu-memory"
     if not torch.cuda.is_available():
-        return None, "there is no GPU here to measure; run this on one of the run's, or give "
-        "its memory with --gpu-memory"
+        return None, "there is no GPU here; run this where the run will, or give --gpu-memory"
     free = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
     return min(free), f"measured, the least of {len(free)}"
 

@@ -95,7 +95,7 @@ def test_a_key_that_is_there_is_compared(given: int, text: str) -> None:
     ("overrides", "arguments", "text"),
     [
         ({"policy.generation.colocated": APART}, {}, "not needed: vLLM has GPUs of its own"),
-        ({}, {"memory": None}, "cannot be told: there is no GPU here to measure; run this on one"),
+        ({}, {"memory": None}, "no GPU here; run this where the run will, or give --gpu-memory"),
         ({}, {"driver": "ppo"}, "cannot be told: PPO's value model"),
         ({f"{OPTIMIZER}.optimizer_cpu_offload": True}, {}, "an unknown part on the GPU"),
         ({f"{OPTIMIZER}.use_distributed_optimizer": False}, {}, "optimizer' is false"),
