@@ -197,7 +197,7 @@ for name, row in ROWS.items():
 
 @nox.session(python="3.11")
 def triton(session: nox.Session) -> None:
-    """Compile every Triton kernel for the GPUs that may run it; half an hour on two cores."""
+    """Compile every Triton kernel for the GPUs that may run it, in 15 minutes of one core."""
     install_torch(session, "2.13.0")
     install_packages(session)
     install(session, "--no-deps", "-e", str(ROOT))
