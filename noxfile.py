@@ -195,6 +195,16 @@ for name, row in ROWS.items():
     nox.session(name=name, python=row.python)(engine)
 
 
+@nox.session(python="3.11")
+def triton(session: nox.Session) -> None:
+    """Compile every Triton kernel for the GPUs that may run it, in 15 minutes of one core."""
+    install_torch(session, "2.13.0")
+    install_packages(session)
+    install(session, "--no-deps", "-e", str(ROOT))
+    install(session, "--no-config", "--no-deps", TRITON)
+    session.run("python", "-m", "pytest", *(session.posargs or ["tests/test_triton_targets.py"]))
+
+
 @nox.session(python=False)
 def lock(session: nox.Session) -> None:
     """Resolve the dependency groups of pyproject.toml into tools/cpu.txt."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 SUBJECTS = (
@@ -35,16 +33,6 @@ def chat_ids(tokenizer: Any, text: str) -> list[int]:
     message = [{"role": "user", "content": text}]
     ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True)
     return list(ids["input_ids"] if hasattr(ids, "keys") else ids)[:LONGEST]
-
-
-def end_ids(folder: Path, tokenizer: Any) -> list[int]:
-    """Return the token numbers that end an answer of a folder's model."""
-    named: list[Any] = [tokenizer.eos_token_id]
-    for file in (folder / "generation_config.json", folder / "config.json"):
-        if file.is_file():
-            told = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            named += told if isinstance(told, list) else [told]
-    return sorted({token for token in named if isinstance(token, int)})
 
 
 def compared(sampled: Sequence[Any], other: Sequence[Any]) -> dict[str, float]:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8rl.errors import UnsupportedError
-from fp8rl_bench.answers import LONGEST, chat_ids, compared, end_ids
+from fp8rl.models.folder import end_tokens
+from fp8rl_bench.answers import LONGEST, chat_ids, compared
 from fp8rl_bench.variants import KV_SCALE, engine_arguments, needs_scales
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def _asked(job: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     asked = [chat_ids(tokenizer, text) for text in job["prompts"]]
-    return asked, end_ids(Path(job["model"]), tokenizer)
+    return asked, end_tokens(Path(job["model"]), tokenizer.eos_token_id)
 
 
 def _calibrate(

@@ -64,7 +64,7 @@ def demo(
     gpu = torch.cuda.is_available()
     precisions = _precisions(compare)
     run_settings = _settings(settings, seed, model, task)
-    _check_length(run_settings, task_of(run_settings))
+    length = _length(run_settings, task_of(run_settings))
     base = DEMO_RECIPE if model is None else Recipe()
     base = Recipe.load(recipe) if recipe is not None else base
     recipes = {precision: recipe_for(precision, base) for precision in precisions}
@@ -81,7 +81,7 @@ def demo(
     folders = [out / p for p in precisions]
     folders += [warm_start] if model is None else []
     _make_folders(out, [] if resume else precisions, folders)
-    common: dict[str, Any] = {"settings": run_settings, "warm_start": None}
+    common: dict[str, Any] = {"settings": run_settings, "length": length, "warm_start": None}
     supervisor = Supervisor(console, parallel=1 if gpu else os.cpu_count() or 1)
     if model is None and not (resume and all(latest(out / precision) for precision in precisions)):
         supervisor.run([Stage("warm start", {**common, "folder": warm_start})])
@@ -146,23 +146,29 @@ def _check_recipe(recipe: Recipe, settings: Settings, gpu: bool) -> None:
     plugins.is_corrector(recipe.importance_sampling.corrector)
 
 
-def _check_length(settings: Settings, task: Task) -> None:
-    """Raise if the model has fewer positions than a prompt and an answer may take."""
+def _length(settings: Settings, task: Task) -> int:
+    """Return the tokens of the longest prompt and answer.
+
+    Raises:
+        OptionError: the model has fewer positions.
+    """
     from fp8rl.models.folder import folder_config
     from fp8rl_demo.settings import POSITIONS, tokenizer_of
-    from fp8rl_demo.warm_start import longest_prompt
 
     positions: Any = POSITIONS
     if settings.pretrained is not None:
         config = folder_config(Path(settings.pretrained))
         positions = (config.get("text_config") or config).get("max_position_embeddings")
-    length = longest_prompt(task, tokenizer_of(settings)) + settings.max_new_tokens
+    tokenizer = tokenizer_of(settings)
+    prompts = (problem.prompt for problem in (*task.train, *task.validation))
+    length = max(len(tokenizer.encode(prompt)) for prompt in prompts) + settings.max_new_tokens
     if isinstance(positions, int) and length > positions:
         raise OptionError(
             f"--task: a prompt of '{settings.task}' and its answer take up to {length} tokens, and "
             f"the model has {positions} positions; give another task, or --settings with fewer "
             "max_new_tokens."
         )
+    return length
 
 
 def _precisions(compare: str) -> list:

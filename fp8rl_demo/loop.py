@@ -23,7 +23,7 @@ from fp8rl_demo.policy import MegatronPolicy
 from fp8rl_demo.rollout import VllmRollout
 from fp8rl_demo.settings import Precision, Settings, task_of, tokenizer_of, write_model_folder
 from fp8rl_demo.tasks import sample_batch
-from fp8rl_demo.warm_start import longest_prompt, supervised_batch
+from fp8rl_demo.warm_start import supervised_batch
 from nemo_rl_ext.grpo.advantages import group_relative_advantages
 from nemo_rl_ext.grpo.importance_sampling import Correction
 from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss, merge_metrics
@@ -49,6 +49,7 @@ class GrpoRun:
         precision: precision, which is also the name of the run.
         recipe: recipe of this precision, see :func:`fp8rl_demo.settings.recipe_for`.
         settings: sizes and hyperparameters.
+        length: tokens of the longest prompt and answer.
         folder: folder for ``metrics.jsonl``, ``samples.jsonl``, ``run.json`` and checkpoints.
         events: receives the progress.
     """
@@ -58,15 +59,15 @@ class GrpoRun:
         precision: Precision,
         recipe: Recipe,
         settings: Settings,
+        length: int,
         folder: Path,
         events: EventWriter,
     ) -> None:
         self._precision, self._recipe, self._settings = precision, recipe, settings
-        self._folder, self._events = folder, events
+        self._length, self._folder, self._events = length, folder, events
         self._plugins = PluginManager()
         self._loss = GRPOLoss(GRPOConfig(), recipe.importance_sampling, self._plugins)
         self._tokenizer, self._task = tokenizer_of(settings), task_of(settings)
-        self._length = longest_prompt(self._task, self._tokenizer) + settings.max_new_tokens
         self._seconds: dict[str, float] = {}
         self._scales: dict[str, torch.Tensor] = {}
         """KV scales in service."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8rl.errors import ModelError, sentence
+from fp8rl.models.folder import end_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -120,12 +120,8 @@ class ChatTokenizer:
                 f"The tokenizer in '{folder}' cannot be loaded ({sentence(error)}); give a model "
                 "with a tokenizer of transformers."
             ) from error
-        file = folder / "generation_config.json"
-        generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        ends = generation.get("eos_token_id") or []
-        ends = ends if isinstance(ends, list) else [ends]
         own = self._hf.eos_token_id
-        self.stop_ids: list[int] = sorted({*ends, *([] if own is None else [own])})
+        self.stop_ids = end_tokens(folder, own)
         if not self.stop_ids:
             raise ModelError(
                 f"The tokenizer in '{folder}' has no eos_token, so no answer would end; set it in "

@@ -14,7 +14,7 @@ from fp8rl_demo.batch import TokenBatch, make_batch
 from fp8rl_demo.events import EventWriter
 from fp8rl_demo.policy import MegatronPolicy
 from fp8rl_demo.settings import DEMO_RECIPE, Settings, recipe_for, task_of, write_model_folder
-from fp8rl_demo.tasks import Problem, Task, demonstrations, sample_batch
+from fp8rl_demo.tasks import Problem, demonstrations, sample_batch
 from fp8rl_demo.tokenizer import CharTokenizer, ChatTokenizer
 
 
@@ -36,18 +36,19 @@ def supervised_batch(
     )
 
 
-def longest_prompt(task: Task, tokenizer: CharTokenizer | ChatTokenizer) -> int:
-    """Return the tokens of the longest prompt."""
-    return max(len(tokenizer.encode(p.prompt)) for p in (*task.train, *task.validation))
-
-
 def identity(settings: Settings) -> dict:
     """Return the settings that a warm start depends on."""
     return settings.model_dump(mode="json", include={"seed", "model", "warm_start", "clip_grad"})
 
 
-def run_warm_start(settings: Settings, folder: Path, events: EventWriter) -> Path:
+def run_warm_start(settings: Settings, length: int, folder: Path, events: EventWriter) -> Path:
     """Train from scratch, or reuse the checkpoint of an equal earlier run in ``folder``.
+
+    Args:
+        settings: sizes and hyperparameters.
+        length: tokens of the longest prompt and answer.
+        folder: folder for the checkpoint.
+        events: receives the progress.
 
     Returns:
         The checkpoint's folder.
@@ -67,7 +68,6 @@ def run_warm_start(settings: Settings, folder: Path, events: EventWriter) -> Pat
     events("build", 0, plan.steps)
     write_model_folder(settings, folder / "model")
     task, tokenizer = task_of(settings), CharTokenizer()
-    length = longest_prompt(task, tokenizer) + settings.max_new_tokens
     policy = MegatronPolicy(settings, recipe_for("bf16", DEMO_RECIPE))
     for step in range(plan.steps):
         if events.stop_requested:

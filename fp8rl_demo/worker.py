@@ -27,6 +27,8 @@ class Job(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     settings: Settings
+    length: int
+    """Tokens of the longest prompt and answer."""
     warm_start: Path | None
     folder: Path
     events_fd: int
@@ -67,13 +69,13 @@ def _run(job: Job, events: EventWriter) -> None:
         if job.precision is None:
             from fp8rl_demo.warm_start import run_warm_start
 
-            run_warm_start(job.settings, job.folder, events)
+            run_warm_start(job.settings, job.length, job.folder, events)
             return
         from fp8rl import Recipe
         from fp8rl_demo.loop import GrpoRun
 
         recipe = Recipe.from_dict(job.recipe)
-        run = GrpoRun(job.precision, recipe, job.settings, job.folder, events)
+        run = GrpoRun(job.precision, recipe, job.settings, job.length, job.folder, events)
         run.run(job.steps, job.warm_start, resume=job.resume)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,9 @@ CUDA_GRAPHS = ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl")
 
 OLDEST = (0, 16)
 """Before it ``TransformerConfig`` and ``Attention`` lack options that conversion and specs read."""
+
+NEEDS_TRITON = (0, 18)
+"""From here on ``import megatron.core`` fails without Triton, also on a CPU."""
 
 _FORWARD_IMPL_ARGUMENTS = {
     "bias",
@@ -45,6 +49,16 @@ def installed_version() -> str | None:
         return None
 
 
+def lacks_triton(release: str) -> bool:
+    """Tell whether megatron-core of this release cannot be imported here for want of Triton."""
+    return _numbers(release) >= NEEDS_TRITON and importlib.util.find_spec("triton") is None
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """Return the first two numbers of a release."""
+    return tuple(map(int, release.split(".")[:2]))
+
+
 def check_forward_impl() -> None:
     """Check the release, and that the methods this package overrides are the known ones.
 
@@ -58,7 +72,7 @@ def check_forward_impl() -> None:
     from megatron.core.tensor_parallel import layers
 
     release = megatron.core.__version__
-    if tuple(map(int, release.split(".")[:2])) < OLDEST:
+    if _numbers(release) < OLDEST:
         raise UnsupportedError(
             f"megatron_fp8rl serves megatron-core {'.'.join(map(str, OLDEST))} and later, but "
             f"{release} is installed; install megatron-core {SUPPORTED_VERSIONS[0]}."

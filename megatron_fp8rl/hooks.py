@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from fp8rl import PluginManager, hookimpl
 from fp8rl.plugins.adapters import Compared, Diagnosis, EngineAdapter, ExactRequest
-from megatron_fp8rl.compat import SUPPORTED_VERSIONS, installed_version
+from megatron_fp8rl.compat import SUPPORTED_VERSIONS, installed_version, lacks_triton
 
 
 @hookimpl
@@ -39,6 +39,11 @@ def diagnose() -> Diagnosis:
         problems.append(
             f"megatron-core {found} is untested; install megatron-core "
             f"{' or '.join(SUPPORTED_VERSIONS)}."
+        )
+    if found is not None and lacks_triton(found):
+        problems.append(
+            f"Triton is missing, without which megatron-core {found} cannot be imported; install "
+            "triton (pip install triton), of the version that this torch asks for."
         )
     if not torch.distributed.is_available():
         problems.append("This torch has no torch.distributed; install a build that has.")

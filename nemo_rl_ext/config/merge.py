@@ -81,6 +81,12 @@ _OF_TRAINING: tuple[Rule, ...] = (
         OFF,
         f"is true, which trains in NVFP4; set it to false, or remove '{MEGATRON}.{BLOCK}'.",
     ),
+    (
+        f"{MEGATRON}.zero_train_gen_mismatch",  # newer than 7ea279a
+        OFF,
+        "is true, by which upstream's kernels make Megatron's own generation exact, not fp8rl's "
+        f"layers; set it to false, and '{MEGATRON}.{BLOCK}.exact' to true where it is served.",
+    ),
 )
 
 

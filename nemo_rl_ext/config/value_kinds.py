@@ -43,6 +43,7 @@ _SWITCHES = (
             "peft.enabled",
             "fp8_cfg.enabled",
             "fp4_cfg.enabled",
+            "zero_train_gen_mismatch",
             "first_last_layers_bf16",
             "apply_rope_fusion",
             "moe_grouped_gemm",
@@ -88,6 +89,7 @@ _MAPPINGS = ("policy.hf_config_overrides",)
 """Sections that no other check looks into."""
 
 
+_SWITCH = (lambda value: type(value) in (bool, int) and value in (0, 1), "true or false")
 _COUNT = (lambda value: type(value) is int and value >= 1, "a whole number of at least 1")
 
 
@@ -112,7 +114,7 @@ def _rules(*kinds: tuple[tuple[str, ...], Callable[[Any], bool], str]) -> tuple[
 
 
 KINDS = _rules(
-    (_SWITCHES, lambda value: type(value) in (bool, int) and value in (0, 1), "true or false"),
+    (_SWITCHES, *_SWITCH),
     (_SIZES, *_COUNT),
     (_NUMBERS_OF_LAYERS, lambda value: type(value) is int and value >= 0, "a number of layers"),
     (_AGES, lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
@@ -122,6 +124,15 @@ KINDS = _rules(
 )
 """Rules of the keys that decide what fp8rl does."""
 SIZES = _rules(
+    (
+        (
+            "policy.offload_optimizer_for_refit",
+            f"{MEGATRON}.optimizer.optimizer_cpu_offload",
+            f"{MEGATRON}.optimizer.use_distributed_optimizer",
+            f"{MEGATRON}.optimizer.use_precision_aware_optimizer",
+        ),
+        *_SWITCH,
+    ),
     (
         (
             f"{MEGATRON}.tensor_model_parallel_size",

@@ -23,6 +23,7 @@ from nemo_rl_ext.config.value_kinds import SIZES, refuse_wrong_kinds
 from nemo_rl_ext.doctor.config_file import load_run
 from nemo_rl_ext.doctor.installation import find_package, installed_package, look_at
 from nemo_rl_ext.doctor.memory import CACHES, GPUs, gpus_of, rollout_section
+from nemo_rl_ext.doctor.wake_up import wake_up_section
 from nemo_rl_ext.patches.upstream import KNOWN
 
 _ROLLOUT_SIZES = tuple(f"{VLLM}.{key}_parallel_size" for key in ("tensor", "pipeline"))
@@ -316,5 +317,7 @@ def _modules(
     if _has_rollouts(sections):
         served = rows if recipe.rollout else [replace(row, precision="bf16") for row in rows]
         dtype = kv_dtype(recipe)
-        found += rollout_section(sections, model, served, dtype, gpu_memory, problems)
+        memory = rollout_section(sections, model, served, dtype, gpu_memory, problems)
+        if memory:
+            found += [*memory, wake_up_section(sections, model, served, gpu_memory)]
     return found

@@ -88,6 +88,13 @@ def _teacher_nodes(sections: Sections) -> int:
     return nodes
 
 
+def rollout_sizes(sections: Sections, model: ModelSpec) -> Sizes:
+    """Return the sizes of a model as vLLM splits it."""
+    ranks = int(sections.vllm.get("tensor_parallel_size") or 1)
+    expert_parallel = int(sections.vllm.get("expert_parallel_size") or 1)
+    return Sizes(model, ranks, expert_ranks=expert_parallel if expert_parallel > 1 else None)
+
+
 def rollout_section(
     sections: Sections,
     model: ModelSpec,
@@ -106,10 +113,7 @@ def rollout_section(
         gpu_memory: of a GPU, in GiB; None if it is not known.
         problems: gets a sentence for a model that cannot be split, or weights that do not fit.
     """
-    vllm = sections.vllm
-    ranks = int(vllm.get("tensor_parallel_size") or 1)
-    expert_parallel = int(vllm.get("expert_parallel_size") or 1)
-    sizes = Sizes(model, ranks, expert_ranks=expert_parallel if expert_parallel > 1 else None)
+    vllm, sizes = sections.vllm, rollout_sizes(sections, model)
     if (why_not := sizes.split_problem()) is not None:
         problems.append(f"'{VLLM}.tensor_parallel_size': {why_not}")
         return []
@@ -146,4 +150,5 @@ def rollout_section(
     else:
         rows.append(("room for the cache", f"{gib(int(cache))} ({why})"))
         rows.append(("tokens that fit", f"{int(cache) // need.kv_per_token:,}"))
+    ranks = vllm.get("tensor_parallel_size") or 1
     return [Section(f"memory of a GPU in rollout: vLLM, TP {ranks}", ("", ""), tuple(rows))]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import nemo_rl_yamls
 import pytest
@@ -11,6 +13,7 @@ from fp8rl.plugins.adapters import ConfigRequest
 from nemo_rl_ext.config.drivers import driver_of
 from nemo_rl_ext.doctor.config_file import load_config
 from nemo_rl_ext.doctor.examination import examine, rollout_recipe
+from nemo_rl_ext.doctor.wake_up import CACHE_KEY
 from support.sources import source
 
 
@@ -34,7 +37,10 @@ def test_a_config_with_the_block_says_the_same_as_one_for_which_it_is_supposed(
     found = examine(ConfigRequest(ours, root))
     for key in ("rollout", "training", "importance sampling", "mismatch guard"):
         assert found.facts[key] == upstream.facts[key]
-    assert found.sections == upstream.sections
+    cache = "KV cache when vLLM wakes up"  # ours has the key
+    assert [s for s in found.sections if s.title != cache] == [
+        s for s in upstream.sections if s.title != cache
+    ]
     assert found.problems == upstream.problems == ()
 
 
@@ -57,6 +63,34 @@ def test_every_config_that_resolves_has_a_recipe_of_ours(monkeypatch: pytest.Mon
     for base in wanted:
         found = examine(ConfigRequest(made[base], root))
         assert found.problems == (), base
+
+
+def test_the_kv_cache_of_every_recipe_is_what_the_doctor_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Or upstream's own, where that is not more; none where vLLM has GPUs of its own."""
+    root = source("NEMO_RL_SRC")
+    monkeypatch.setenv("NEMO_RL_CONFIGS", str(root / "examples" / "configs"))
+    own = 0
+    for file in (nemo_rl_yamls.PAGE.parents[1] / "recipes").glob("*.yaml"):
+        if file.stem == "keys":
+            continue
+        policy = load_config(file)["policy"]
+        model = next(m for m in nemo_rl_yamls.MODELS if m in policy["model_name"])
+        (tmp_path / "config.json").write_text(json.dumps(nemo_rl_yamls.MODELS[model]))
+        memory = 180 if "blackwell" in file.stem else 80
+        found = examine(ConfigRequest(file, root, tmp_path, gpu_memory=memory))
+        (section,) = (s for s in found.sections if s.title.startswith("KV cache when"))
+        given = (policy["generation"].get("vllm_kwargs") or {}).get("kv_cache_memory_bytes")
+        told = {row[0]: row[1] for row in section.rows}
+        if "kv_cache_memory_bytes" in file.read_text().partition("\nfp8rl:")[2]:
+            assert told["write"].startswith(f"{CACHE_KEY}: {given} "), file.stem
+            own += 1
+        elif given is None:
+            assert "not needed" in told[CACHE_KEY], file.stem
+        else:
+            assert "more" not in told["the config has"], file.stem
+    assert own == 10
 
 
 def test_an_export_takes_the_pins_that_the_run_takes_from_upstreams_keys(

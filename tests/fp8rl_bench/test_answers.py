@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +8,7 @@ import pytest
 
 from fp8rl.errors import UnsupportedError
 from fp8rl_bench import rollouts
-from fp8rl_bench.answers import PROMPTS, chat_ids, compared, end_ids
+from fp8rl_bench.answers import PROMPTS, chat_ids, compared
 from fp8rl_bench.rollouts import prompts, sender_size, speeds
 from fp8rl_bench.variants import VARIANTS, cache_of, engine_arguments, recipe_of
 
@@ -47,13 +44,6 @@ def test_prompts_have_the_template_of_the_model() -> None:
     tokenizer.chat_template = "there is one"
     assert chat_ids(tokenizer, "ab") == [1, 97, 98, 2]
     assert len(set(PROMPTS)) == 128
-
-
-def test_all_ends_that_a_model_names_end_an_answer(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 2]}))
-    assert end_ids(tmp_path, SimpleNamespace(eos_token_id=7)) == [2, 3, 7]
-    assert end_ids(tmp_path / "none", SimpleNamespace(eos_token_id=None)) == []
 
 
 def test_prompts_of_a_load_are_within_the_vocabulary() -> None:

@@ -42,11 +42,11 @@ def test_prompts_that_the_model_has_no_positions_for_are_refused(tmp_path: Path)
     longest = len("[user]What is 99 + 9? Answer with the number alone.>") + 128
     model = _model(tmp_path / "enough", max_position_embeddings=longest)
     settings = command._settings(None, 0, model, "sums")
-    command._check_length(settings, task_of(settings))
+    assert command._length(settings, task_of(settings)) == longest
     model = _model(tmp_path / "too few", max_position_embeddings=longest - 1)
     settings = command._settings(None, 0, model, "sums")
     with pytest.raises(OptionError, match=rf"'sums' and its answer take up to {longest} tokens"):
-        command._check_length(settings, task_of(settings))
+        command._length(settings, task_of(settings))
 
 
 def test_a_model_with_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_model_with_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     settings = command._settings(None, 0, model, "sums")
     with pytest.raises(ModelError, match=r"cannot be loaded .* give a model with a tokenizer"):
-        command._check_length(settings, task_of(settings))
+        command._length(settings, task_of(settings))
 
 
 def test_a_stage_that_fails_leaves_a_report(

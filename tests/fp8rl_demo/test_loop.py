@@ -20,7 +20,7 @@ def _run(folder: Path, snapshot: Path, name: str = "a-hub/model") -> loop.GrpoRu
     add_chat_tokenizer(snapshot)
     (snapshot / "config.json").write_text("{}")
     settings = Settings(pretrained=str(snapshot), pretrained_name=name)
-    return loop.GrpoRun("fp8", Recipe(), settings, folder, EventWriter(None))
+    return loop.GrpoRun("fp8", Recipe(), settings, 9, folder, EventWriter(None))
 
 
 def test_a_run_goes_on_with_another_snapshot_of_its_model(tmp_path: Path) -> None:

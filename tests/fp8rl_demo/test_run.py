@@ -114,6 +114,7 @@ def test_without_an_fp8_cache_the_engines_differ_in_the_order_of_sums_alone(warm
     recipe = Recipe.from_dict({"pins": {"last": 1}, "kv_cache": {"dtype": "auto"}})
     job = {
         "settings": SETTINGS,
+        "length": len("<99+9=") + 5,  # with the first token, and max_new_tokens
         "warm_start": str(checkpoint.latest(warm_started / "warm-start")),
         "folder": str(warm_started / "fp8"),
         "precision": "fp8",
@@ -311,7 +312,7 @@ def test_a_line_that_no_kill_has_torn_is_not_passed_over(tmp_path: Path):
     from fp8rl_demo.loop import GrpoRun
     from fp8rl_demo.settings import Settings
 
-    run = GrpoRun("fp8", Recipe(), Settings(), tmp_path, EventWriter(None))
+    run = GrpoRun("fp8", Recipe(), Settings(), 9, tmp_path, EventWriter(None))
     metrics = tmp_path / "metrics.jsonl"
     whole = "".join(json.dumps({"step": step}) + "\n" for step in range(3))
     for torn in ("", '{"step": ', "{}", "[]", "3", '{"step": null}', "\0\xff"):

@@ -33,8 +33,8 @@ def test_any_error_is_told_and_the_process_group_ends(
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: done.append("ended"))
     read, write = os.pipe()
-    job = {"settings": {}, "warm_start": None, "folder": str(tmp_path), "events_fd": write}
-    assert worker.main(json.dumps(job)) == 2
+    job = {"settings": {}, "length": 9, "warm_start": None, "folder": str(tmp_path)}
+    assert worker.main(json.dumps({**job, "events_fd": write})) == 2
     with os.fdopen(read) as stream:
         (event,) = map(json.loads, stream)
     assert event["phase"] == "error" and event["note"].startswith(note)

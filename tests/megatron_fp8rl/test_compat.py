@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -81,6 +82,21 @@ def test_doctor_names_another_version_and_none(monkeypatch, installed, problem):
     assert found.installed == installed
     (told,) = found.problems
     assert re.search(problem, told)
+
+
+@pytest.mark.parametrize(
+    ("installed", "triton", "missing"),
+    [("0.16.1", False, 0), ("0.19.2", False, 1), ("0.20.0+a694348", False, 1), ("0.19.2", True, 0)],
+)
+def test_doctor_names_a_triton_that_megatron_needs(monkeypatch, installed, triton, missing):
+    """megatron-core 0.19.2 has been seen to end in "No module named 'triton'" (noxfile.py)."""
+    module = ModuleType("triton")
+    module.__spec__ = ModuleSpec("triton", None)
+    monkeypatch.setitem(sys.modules, "triton", module if triton else None)
+    monkeypatch.setattr(hooks, "installed_version", lambda: installed)
+    told = [text for text in hooks.diagnose().problems if text.startswith("Triton is missing")]
+    assert len(told) == missing
+    assert all(f"megatron-core {installed}" in text and "install triton" in text for text in told)
 
 
 def test_bridge_is_told_all_classes_of_linear_layers(monkeypatch):

@@ -219,6 +219,25 @@ def folder_config(folder: Path) -> dict[str, Any]:
     return values
 
 
+def end_tokens(folder: Path, own: int | None) -> list[int]:
+    """Return the token ids that end an answer of a folder's model, in ascending order.
+
+    Args:
+        folder: folder of the model; ``eos_token_id`` of both its configs counts.
+        own: the tokenizer's ``eos_token_id``.
+
+    Raises:
+        ModelError: a config cannot be read, or is no JSON object.
+    """
+    named: list[Any] = [own]
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        if _is_there(file):
+            with _readable(folder):
+                told = _read_object(file).get("eos_token_id")
+            named += told if isinstance(told, list) else [told]
+    return sorted({token for token in named if type(token) is int})
+
+
 def require_plain_weights(config: Mapping[str, Any], model: str) -> None:
     """Refuse a model whose weights are quantized: an engine would not run it in BF16.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8rl.errors import ModelError
-from fp8rl.models.folder import local_folder, read_tensors, require_plain_weights
+from fp8rl.models.folder import end_tokens, local_folder, read_tensors, require_plain_weights
 from support.model_folders import model
 
 
@@ -73,6 +74,28 @@ def test_tensors_are_of_the_files_of_the_index_and_without_kv_scales(
     found = dict(read_tensors(folder))
     assert found.keys() == TENSORS.keys()
     assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("configs", "own", "expected"),
+    [
+        ({"config": 2, "generation_config": [3, 2]}, 7, [2, 3, 7]),
+        ({"config": None}, 7, [7]),
+        ({}, None, []),
+    ],
+)
+def test_all_ends_that_a_model_names_end_an_answer(
+    configs: dict[str, Any], own: int | None, expected: list[int], tmp_path: Path
+) -> None:
+    for name, ends in configs.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert end_tokens(tmp_path, own) == expected
+
+
+def test_a_damaged_config_names_no_ends(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"generation_config.json.*download the model again"):
+        end_tokens(tmp_path, 7)
 
 
 def test_a_folder_without_the_listed_tensors_is_refused(tmp_path: Path) -> None:

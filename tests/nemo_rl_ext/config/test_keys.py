@@ -253,6 +253,8 @@ vllm.precision=float16
     'policy.generation.vllm_cfg.precision' is 'float16'; with
 vllm.refit_prequantize=true
     'policy.generation.vllm_cfg.refit_prequantize' is true, by which the trainer sends MXFP8
+megatron.zero_train_gen_mismatch=true
+    'policy.megatron_cfg.zero_train_gen_mismatch' is true, by which upstream's kernels make
 megatron.peft.enabled=true megatron.peft.dim=8
     'policy.megatron_cfg.peft.enabled' is true, but FP8 training does not serve LoRA
 generation.vllm_kwargs.enable_lora=true
