@@ -13,6 +13,7 @@ EXTENSION = "vllm_fp8rl.refit.receiver.worker.RefitWorker"
 WEIGHT_TRANSFER_BACKENDS = {
     "fp8rl": "Fp8RLTransferEngine",
     "fp8rl_nccl": "Fp8RLNcclTransferEngine",
+    "fp8rl_ipc": "Fp8RLIpcTransferEngine",
 }
 """Values of vLLM's ``WeightTransferConfig(backend=...)``, each with its class in
 :mod:`vllm_fp8rl.refit.receiver.weight_transfer`."""

@@ -4,16 +4,17 @@ vLLM's own engines load through its layerwise reload: they take an incomplete up
 one, and serve whatever a broken-off one has left. Here ``start_weight_update`` opens a
 :class:`~vllm_fp8rl.refit.receiver.session.RefitSession`, every ``update_weights`` is checked and
 written in place, and ``finish_weight_update`` raises unless every tensor came; until then the model
-refuses to run. There are two backends:
+refuses to run. There are three backends:
 
 * ``fp8rl``: updates bring a file that each worker reads (``path``), or tensors (``payload``, packed
   by :class:`vllm_fp8rl.refit.transport.Sender` or :func:`vllm_fp8rl.refit.transport.pack`).
-* ``fp8rl_nccl``: vLLM's own NCCL broadcast; the trainer's side is vLLM's, unchanged.
+* ``fp8rl_nccl``, ``fp8rl_ipc``: vLLM's own NCCL broadcast and CUDA IPC; the trainer's side is
+  vLLM's, unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +24,18 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from fp8rl.errors import RefitError
 from vllm_fp8rl.refit.receiver.files import read_files
 from vllm_fp8rl.refit.receiver.session import RefitSession
 from vllm_fp8rl.refit.tensor_stream import BATCH_BYTES, Named, batches
-from vllm_fp8rl.refit.transport import Payload, received
+from vllm_fp8rl.refit.transport import Payload, announced, received
 
 
 class _SessionEngine:
-    """The part of both engines that handles a weight update, through a refit session.
+    """The part of all engines that handles a weight update, through a refit session.
 
     vLLM's part has this object in the place of the model, and calls its :meth:`load_weights`.
     """
@@ -44,6 +46,8 @@ class _SessionEngine:
         super().__init__(config, vllm_config, device, self)  # type: ignore[call-arg]
         self._live_model = model
         self._session: RefitSession | None = None
+        self._refusal: Exception | None = None
+        """Why the rest of the update that comes in is dropped."""
 
     def start_weight_update(self) -> None:
         """Open a session."""
@@ -52,19 +56,38 @@ class _SessionEngine:
 
     def update_weights(self, update_info: Any) -> None:
         """Receive a part of the weights; an error breaks the whole update off."""
+        self._refusal = None
         try:
             super().update_weights(update_info)  # type: ignore[misc]
+            if self._refusal is not None:
+                raise self._refusal
         except BaseException as error:
-            if self._session is not None:
-                self._session.abandon(type(error).__name__)
-                self._session = None
+            session, self._session = self._session, None
+            if session is not None:
+                session.abandon(type(error).__name__)
             raise
 
-    def load_weights(self, weights: Iterable[Named], *, kept: bool = False) -> None:
-        """Load tensors; ``kept`` as in :func:`~vllm_fp8rl.refit.tensor_stream.batches`."""
-        session = self._opened()
-        for batch in batches(weights, BATCH_BYTES, kept=kept):
-            session.load(batch)
+    def receive_weights(self, update_info: Any) -> None:
+        """Check all that is announced, then receive it by vLLM's transport.
+
+        What is refused is received all the same: a sender waits in each collective until this side
+        has joined it, and would wait for ever if an error came first.
+        """
+        try:
+            lists = update_info.names, update_info.shapes, update_info.dtype_names
+            self._opened().check(map(announced, *lists))
+        except Exception as error:
+            self._refusal = error
+        super().receive_weights(update_info)  # type: ignore[misc]
+
+    def load_weights(self, weights: list[Named]) -> None:
+        """Load tensors that vLLM's transport has received; after an error drop the rest."""
+        if self._refusal is not None:
+            return
+        try:
+            self._opened().load(weights)
+        except Exception as error:
+            self._refusal = error
 
     def finish_weight_update(self) -> None:
         """Require every tensor, and let the model run; the caller resets the prefix cache."""
@@ -113,11 +136,12 @@ class Fp8RLTransferEngine(_SessionEngine, WeightTransferEngine[Fp8RLInitInfo, Fp
         """Load a file or a payload."""
         if update_info.path is not None:
             stored = read_files(update_info.path, lambda coming: self._opened().check(coming))
-            self.load_weights(stored, kept=True)
+            for batch in batches(stored, BATCH_BYTES, kept=True):
+                self._opened().load(batch)
             return
         assert update_info.payload is not None
         with received(update_info.payload, lambda coming: self._opened().check(coming)) as tensors:
-            self.load_weights(tensors.items())
+            self._opened().load(tensors.items())
 
     def shutdown(self) -> None:
         """Nothing to do."""
@@ -141,3 +165,14 @@ class Fp8RLTransferEngine(_SessionEngine, WeightTransferEngine[Fp8RLInitInfo, Fp
 
 class Fp8RLNcclTransferEngine(_SessionEngine, NCCLWeightTransferEngine):
     """Backend ``fp8rl_nccl``."""
+
+
+class Fp8RLIpcTransferEngine(_SessionEngine, IPCWeightTransferEngine):
+    """Backend ``fp8rl_ipc``."""
+
+    def finish_weight_update(self) -> None:
+        """Do as in the base, and give the trainer its buffer back."""
+        try:
+            super().finish_weight_update()
+        finally:
+            self.shutdown()
