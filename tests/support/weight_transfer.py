@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import queue
 from collections.abc import Sequence
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
+from vllm.distributed.weight_transfer import ipc_engine, nccl_engine
 from vllm.distributed.weight_transfer.base import ModuleSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -56,23 +55,22 @@ class _Wire:
     def __init__(self) -> None:
         self.buffers: queue.Queue[torch.Tensor] = queue.Queue(1)
 
-    def send(self, tensor: torch.Tensor, src: int) -> None:
+    def send(self, tensor: torch.Tensor, src: int, stream: None) -> None:
         self.buffers.put(tensor.clone(), timeout=30)
 
-    def receive(self, tensor: torch.Tensor, src: int) -> None:
+    def receive(self, tensor: torch.Tensor, src: int, stream: None) -> None:
         tensor.copy_(self.buffers.get(timeout=30))
 
 
 def stand_in_for_gpus(patch: pytest.MonkeyPatch) -> None:
-    """Put CPU stand-ins in the place of NCCL, CUDA streams and CUDA IPC handles; no more."""
+    """Put CPU stand-ins in the place of NCCL, not ``packed``, and of CUDA IPC handles."""
     wire = _Wire()
-    stream = SimpleNamespace(synchronize=lambda: None)
-    sender, receiver = SimpleNamespace(broadcast=wire.send), SimpleNamespace(broadcast=wire.receive)
+    sender, receiver = (
+        SimpleNamespace(broadcast=end, destroy=lambda: None) for end in (wire.send, wire.receive)
+    )
     patch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: sender)
     patch.setattr(nccl_engine, "worker_init_process_group", lambda info, parallel: receiver)
-    patch.setattr(packed_tensor, "_get_streams", lambda device, count: [stream] * count)
-    patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    patch.setattr(torch.cuda, "current_stream", lambda: None)
 
     shared: list[torch.Tensor] = []
 
@@ -82,6 +80,7 @@ def stand_in_for_gpus(patch: pytest.MonkeyPatch) -> None:
 
     gpu = SimpleNamespace(uuid="GPU-0")
     patch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     patch.setattr(torch.cuda, "ipc_collect", lambda: None)
     patch.setattr(ipc_engine, "reduce_tensor", share)
     patch.setattr(ipc_engine, "rebuild_cuda_tensor", lambda number, *rest: shared[number])

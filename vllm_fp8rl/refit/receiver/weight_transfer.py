@@ -8,8 +8,8 @@ refuses to run. There are three backends:
 
 * ``fp8rl``: updates bring a file that each worker reads (``path``), or tensors (``payload``, packed
   by :class:`vllm_fp8rl.refit.transport.Sender` or :func:`vllm_fp8rl.refit.transport.pack`).
-* ``fp8rl_nccl``, ``fp8rl_ipc``: vLLM's own NCCL broadcast and CUDA IPC; the trainer's side is
-  vLLM's, unchanged.
+* ``fp8rl_nccl``, and ``fp8rl_ipc`` in :mod:`~vllm_fp8rl.refit.receiver.weight_transfer_ipc`: vLLM's
+  own NCCL broadcast and CUDA IPC; the trainer's side is vLLM's, unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from fp8rl.errors import RefitError
@@ -34,8 +33,8 @@ from vllm_fp8rl.refit.tensor_stream import BATCH_BYTES, Named, batches
 from vllm_fp8rl.refit.transport import Payload, announced, received
 
 
-class _SessionEngine:
-    """The part of all engines that handles a weight update, through a refit session.
+class SessionEngine:
+    """Handle a weight update through a refit session: the part that all backends share.
 
     vLLM's part has this object in the place of the model, and calls its :meth:`load_weights`.
     """
@@ -123,7 +122,7 @@ class Fp8RLUpdateInfo(WeightTransferUpdateInfo):
             raise ValueError("Give either 'path' or 'payload' with a weight update.")
 
 
-class Fp8RLTransferEngine(_SessionEngine, WeightTransferEngine[Fp8RLInitInfo, Fp8RLUpdateInfo]):
+class Fp8RLTransferEngine(SessionEngine, WeightTransferEngine[Fp8RLInitInfo, Fp8RLUpdateInfo]):
     """Backend ``fp8rl``."""
 
     init_info_cls = Fp8RLInitInfo
@@ -163,16 +162,5 @@ class Fp8RLTransferEngine(_SessionEngine, WeightTransferEngine[Fp8RLInitInfo, Fp
             trainer_args["update_weights"]({"payload": pack(batch)})
 
 
-class Fp8RLNcclTransferEngine(_SessionEngine, NCCLWeightTransferEngine):
+class Fp8RLNcclTransferEngine(SessionEngine, NCCLWeightTransferEngine):
     """Backend ``fp8rl_nccl``."""
-
-
-class Fp8RLIpcTransferEngine(_SessionEngine, IPCWeightTransferEngine):
-    """Backend ``fp8rl_ipc``."""
-
-    def finish_weight_update(self) -> None:
-        """Do as in the base, and give the trainer its buffer back."""
-        try:
-            super().finish_weight_update()
-        finally:
-            self.shutdown()

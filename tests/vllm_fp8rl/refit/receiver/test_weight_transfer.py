@@ -84,14 +84,16 @@ class Pushed:
     def __init__(self, engine: Engine, transport: str) -> None:
         self.engine, self.transport = engine, transport
 
-    def send(self, items: Items) -> None:
+    def trainer(self, items: Items) -> Any:
         from support.weight_transfer import trainer
 
         options: dict[str, Any] = {}
         if self.transport == "nccl":
-            options = {"master_address": "", "master_port": 1, "world_size": 2}
-            options["packed_buffer_size_bytes"] = 1 << 18  # many buffers
-        trainer(self.engine.llm, self.transport, items, **options).send_weights()
+            options = {"master_address": "", "master_port": 1, "world_size": 2, "packed": False}
+        return trainer(self.engine.llm, self.transport, items, **options)
+
+    def send(self, items: Items) -> None:
+        self.trainer(items).send_weights()
         self.engine.llm.reset_prefix_cache()
 
 
@@ -124,8 +126,12 @@ def fresh(other_engine, checkpoints) -> dict[str, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("form", [dict, in_fp8], ids=["bf16", "codes"])
 def test_vllms_trainers_leave_what_a_fresh_engine_loads(pushed, fresh, a, b, form):
     before = pushed.engine.pointers()
+    items = list((form(a) | SCALES).items())
+    trainer = pushed.trainer(items)
     for name, tensors in (("b", b), ("a", a)):
-        pushed.send([*form(tensors).items(), *SCALES.items()])
+        items[:] = (form(tensors) | SCALES).items()
+        trainer.send_weights()
+        pushed.engine.llm.reset_prefix_cache()
         assert same_state(fresh[name], pushed.engine.state())
         assert set(pushed.engine.kv_scales().values()) == {next(iter(SCALES.values())).item()}
     assert pushed.engine.pointers() == before
@@ -155,7 +161,7 @@ REFUSED: dict[str, tuple[Callable[[Items], Items], str, set[str]]] = {
     "twice": (lambda items: [*items, *items[-1:]], "arrived twice", set()),
     "shape": (with_up(lambda tensor: tensor[1:]), f"'{UP}' has shape", set()),
     "dtype": (with_up(lambda tensor: tensor.int()), f"'{UP}' has dtype torch.int32", set()),
-    # Values are seen in each batch: what came over NCCL in the buffers before has been written.
+    # Values are seen in each batch: what came over NCCL before has been written.
     "NaN": (with_a_hole, "has NaN", {"nccl"}),
 }  # fmt: skip
 """By what is wrong: a change of what is sent, the error, transports that leave it closed."""
