@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,6 +137,23 @@ def test_vllms_trainers_leave_what_a_fresh_engine_loads(pushed, fresh, a, b, for
         assert same_state(fresh[name], pushed.engine.state())
         assert set(pushed.engine.kv_scales().values()) == {next(iter(SCALES.values())).item()}
     assert pushed.engine.pointers() == before
+
+
+@pytest.mark.parametrize("pushed", ["nccl"], indirect=True)
+def test_the_guides_lines(pushed, fresh, a, b, monkeypatch):
+    """With the address of no server, and no ``packed``, which needs CUDA's streams."""
+    from vllm.distributed.weight_transfer import clients, nccl_engine
+
+    from support.weight_transfer import LocalClient
+
+    page = (Path(__file__).parents[4] / "docs" / "trainer.md").read_text(encoding="utf-8")
+    code = page.split("<!-- test: weight-transfer -->\n```python\n")[1].split("```")[0]
+    llm, info = pushed.engine.llm, nccl_engine.NCCLTrainerInitInfo
+    monkeypatch.setattr(clients, "HTTPVLLMWeightSyncClient", lambda server: LocalClient(llm))
+    monkeypatch.setattr(nccl_engine, "NCCLTrainerInitInfo", partial(info, packed=False))
+    exec(code, {"rank": 0, "model": SimpleNamespace(named_parameters=b.items)})
+    assert same_state(fresh["b"], pushed.engine.state())
+    pushed.send(list(a.items()))
 
 
 def without_up(items: Items) -> Items:
