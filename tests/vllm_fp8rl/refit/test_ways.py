@@ -57,6 +57,7 @@ def by_nccl(engine: Engine, tensors: Tensors, folder: Path) -> None:
     for item in tensors.items():
         transfer.model.load_weights([item])
     transfer.finish_weight_update()
+    transfer.raise_error()
 
 
 def as_trl(engine: Engine, tensors: Tensors, folder: Path) -> None:

@@ -15,6 +15,7 @@ refuses to run. There are three backends:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from fp8rl.errors import RefitError
 from vllm_fp8rl.refit.receiver.files import read_files
 from vllm_fp8rl.refit.receiver.session import RefitSession
+from vllm_fp8rl.refit.receiver.worker import BREAK_OFF
 from vllm_fp8rl.refit.tensor_stream import BATCH_BYTES, Named, batches
 from vllm_fp8rl.refit.transport import Payload, announced, received
 
@@ -45,26 +47,38 @@ class SessionEngine:
         super().__init__(config, vllm_config, device, self)  # type: ignore[call-arg]
         self._live_model = model
         self._session: RefitSession | None = None
-        self._refusal: Exception | None = None
-        """Why the rest of the update that comes in is dropped."""
+        self._error: Exception | None = None
+        """Of the last step; while a part comes in, why its rest is dropped."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an update is under way."""
+        return self._session is not None
+
+    def raise_error(self) -> None:
+        """Raise the error of the last step, if it was refused.
+
+        The steps do not raise it: the engine core asks all workers (``patches/requests.py``). An
+        error that nobody has asked for is raised by the next step.
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def start_weight_update(self) -> None:
         """Open a session."""
-        session = RefitSession(self._live_model, expect_kv_scales=None)
-        self._session = session.__enter__()
+        with self._kept_error():
+            session = RefitSession(self._live_model, expect_kv_scales=None)
+            self._session = session.__enter__()
 
     def update_weights(self, update_info: Any) -> None:
         """Receive a part of the weights; an error breaks the whole update off."""
-        self._refusal = None
-        try:
+        if update_info == BREAK_OFF:
+            self._break_off("another worker refused it")
+            raise RefitError("The weight update was broken off.")
+        with self._kept_error():
             super().update_weights(update_info)  # type: ignore[misc]
-            if self._refusal is not None:
-                raise self._refusal
-        except BaseException as error:
-            session, self._session = self._session, None
-            if session is not None:
-                session.abandon(type(error).__name__)
-            raise
+            self.raise_error()
 
     def receive_weights(self, update_info: Any) -> None:
         """Check all that is announced, then receive it by vLLM's transport.
@@ -76,32 +90,44 @@ class SessionEngine:
             lists = update_info.names, update_info.shapes, update_info.dtype_names
             self._opened().check(map(announced, *lists))
         except Exception as error:
-            self._refusal = error
+            self._error = error
         super().receive_weights(update_info)  # type: ignore[misc]
 
     def load_weights(self, weights: list[Named]) -> None:
         """Load tensors that vLLM's transport has received; after an error drop the rest."""
-        if self._refusal is not None:
+        if self._error is not None:
             return
         try:
             self._opened().load(weights)
         except Exception as error:
-            self._refusal = error
+            self._error = error
 
     def finish_weight_update(self) -> None:
         """Require every tensor, and let the model run; the caller resets the prefix cache."""
-        if self._session is None:
-            raise RefitError("The weight update had failed; send all of it again, then finish it.")
-        session, self._session = self._session, None
-        session.__exit__(None, None, None)
+        with self._kept_error():
+            session, self._session = self._opened(), None
+            session.__exit__(None, None, None)
 
     def _opened(self) -> RefitSession:
-        # vLLM forgets about an update that failed at its end only when another one fails: a sender
-        # that tries again need not, and cannot, call start_weight_update.
         if self._session is None:
-            self.start_weight_update()
-        assert self._session is not None
+            raise RefitError("No weight update is under way; call start_weight_update first.")
         return self._session
+
+    @contextmanager
+    def _kept_error(self) -> Iterator[None]:
+        self.raise_error()
+        try:
+            yield
+        except BaseException as error:
+            self._break_off(type(error).__name__)
+            if not isinstance(error, Exception):
+                raise
+            self._error = error
+
+    def _break_off(self, reason: str) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.abandon(reason)
 
 
 @dataclass
