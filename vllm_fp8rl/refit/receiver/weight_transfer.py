@@ -47,6 +47,8 @@ class SessionEngine:
         super().__init__(config, vllm_config, device, self)  # type: ignore[call-arg]
         self._live_model = model
         self._session: RefitSession | None = None
+        self._waiting: tuple[list[Named], torch.cuda.Stream | None] | None = None
+        """Tensors that are loaded when the next have come, and the stream on which they come."""
         self._error: Exception | None = None
         """Of the last step; while a part comes in, why its rest is dropped."""
 
@@ -86,19 +88,33 @@ class SessionEngine:
         What is refused is received all the same: a sender waits in each collective until this side
         has joined it, and would wait for ever if an error came first.
         """
+        self._waiting = None
         try:
             lists = update_info.names, update_info.shapes, update_info.dtype_names
             self._opened().check(map(announced, *lists))
         except Exception as error:
             self._error = error
         super().receive_weights(update_info)  # type: ignore[misc]
+        self._load_waiting()
 
     def load_weights(self, weights: list[Named]) -> None:
-        """Load tensors that vLLM's transport has received; after an error drop the rest."""
-        if self._error is not None:
+        """Load the tensors that came before, while these come in on a stream of their own.
+
+        vLLM's transport begins to receive tensors, then calls this, then waits for its other
+        stream. So the host, and the GPU, work on some tensors while the next travel.
+        """
+        self._load_waiting()
+        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        self._waiting = weights, stream
+
+    def _load_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is None or self._error is not None:
             return
+        weights, stream = waiting
         try:
-            self._opened().load(weights)
+            with torch.cuda.stream(stream):
+                self._opened().load(weights)
         except Exception as error:
             self._error = error
 
