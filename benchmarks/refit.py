@@ -1,6 +1,7 @@
 """What a refit of a live 8B model costs on one GPU: time, where it goes, extra memory.
 
     python benchmarks/refit.py [--variants fp8rl,bf16,stock] [--repeats 15] [--out FILE.json]
+    python benchmarks/refit.py --variants nccl,ipc [--ranks 2] [--codes]
 
 The model has the shape of Qwen3-8B and dummy weights (``enforce_eager``); every tensor that the
 sender holds lies on the GPU in BF16, each in memory of its own. Each variant runs in a process of
@@ -9,7 +10,9 @@ its own.
 fp8rl: ``vllm_fp8rl.refit.refit`` and plain ``model.load_weights``, with batches of several sizes;
 by kernel, what the GPU does in one of them. bf16: ``load_weights`` of an unquantized engine, which
 only copies. stock: vLLM's own block FP8, which takes FP8 codes through ``reload_weights`` alone;
-its tensors are first quantized by vLLM's ``per_block_cast_to_fp8``.
+its tensors are first quantized by vLLM's ``per_block_cast_to_fp8``. nccl: vLLM's own trainer on a
+GPU behind those of the engine's ranks, into the backend ``fp8rl_nccl``; ipc: on the engine's GPU,
+into ``fp8rl_ipc``. The engine is then in processes of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from processes import in_process, save
@@ -32,6 +36,7 @@ from fp8rl_bench.facts import versions
 from fp8rl_bench.variants import KV_SCALE, engine_arguments
 
 VARIANTS = ("fp8rl", "bf16", "stock")
+TRANSPORTS = ("nccl", "ipc")
 MIB = 1 << 20
 
 
@@ -76,7 +81,7 @@ def _mlp(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
 
 
 def trainer_tensors(shape: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Every HF tensor of a Qwen3, on the GPU."""
+    """Every HF tensor of a Qwen3, on the current GPU."""
     import torch
 
     def draw(dims: tuple[int, ...]) -> torch.Tensor:
@@ -188,9 +193,62 @@ def run_stock(llm: Any, model: Any, tensors: list[Any], repeats: int) -> dict[st
     }
 
 
+class Client:
+    """What a trainer of vLLM's calls, given to an ``LLM``."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.llm.finish_weight_update()
+
+
+def encode(tensors: list[Any]) -> None:
+    """Put FP8 codes and scales in the place of the projections' weights."""
+    from fp8rl.numerics import quantize_block
+
+    for number, (name, tensor) in reversed(list(enumerate(tensors))):
+        if name.endswith("_proj.weight"):
+            codes, scales = quantize_block(tensor)
+            tensors[number : number + 1] = (name, codes), (f"{name}_scale_inv", scales)
+
+
+def run_transport(llm: Any, variant: str, options: Any, tensors: list[Any]) -> dict[str, Any]:
+    from vllm.distributed.weight_transfer import ipc_engine, nccl_engine
+    from vllm.distributed.weight_transfer.base import ModuleSource
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.utils.network_utils import get_open_port
+
+    info: Any = ipc_engine.IPCTrainerInitInfo(rank=0)
+    if variant == "nccl":
+        world = options.ranks + 1
+        info = nccl_engine.NCCLTrainerInitInfo("127.0.0.1", get_open_port(), world, rank=0)
+    model: Any = SimpleNamespace(named_parameters=lambda: iter(tensors))
+    trainer = WeightTransferTrainerFactory.trainer_init(
+        info, client=Client(llm), source=ModuleSource(model)
+    )
+    return {"send_weights": measure(trainer.send_weights, options.repeats)}
+
+
 def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     """One engine and its refits."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    apart = variant in TRANSPORTS
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(apart))
+    arguments = engine_arguments("fp8rl-kv" if apart or variant == "fp8rl" else variant)
+    if apart:
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for handles
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        arguments["weight_transfer_config"] = {"backend": f"fp8rl_{variant}"}
+        arguments["tensor_parallel_size"] = options.ranks
     import torch
     from vllm import LLM
 
@@ -206,13 +264,19 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         kv_cache_memory_bytes=1 << 30,
         enforce_eager=True,
         seed=0,
-        **engine_arguments("fp8rl-kv" if variant == "fp8rl" else variant),
+        **arguments,
     )
-    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    torch.cuda.set_device(options.ranks if variant == "nccl" else 0)
     tensors = trainer_tensors(shape)
+    if options.codes:
+        encode(tensors)
     runs = {"fp8rl": run_fp8rl, "bf16": run_bf16, "stock": run_stock}
     with torch.no_grad():
-        rows = runs[variant](llm, model, tensors, options.repeats)
+        if apart:
+            rows = run_transport(llm, variant, options, tensors)
+        else:
+            model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+            rows = runs[variant](llm, model, tensors, options.repeats)
     return {
         "variant": variant,
         "gpu": torch.cuda.get_device_name(),
@@ -226,8 +290,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--shape", type=json.loads, default={}, help="JSON; changes config.json")
+    parser.add_argument("--ranks", type=int, default=1, help="of the engine, for nccl")
+    parser.add_argument("--codes", action="store_true", help="send FP8 codes, for nccl and ipc")
     parser.add_argument("--out", type=Path, default=Path("refit.json"))
-    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=VARIANTS + TRANSPORTS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

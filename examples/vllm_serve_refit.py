@@ -34,7 +34,7 @@ def refit_over_http(post: Post, folder: str) -> None:
     post("/init_weight_transfer_engine", json={"init_info": {}})
     try:
         post("/start_weight_update")
-    except Exception:  # one that failed at its end, or whose sender died, is still under way
+    except Exception:  # one whose sender died is still under way
         with contextlib.suppress(Exception):
             post("/update_weights", json={"update_info": {}})  # an error, which breaks it off
         post("/start_weight_update")

@@ -2,9 +2,9 @@
 
 TRL makes its own ``LLM`` and has no argument for the quantization, so the model's config names it.
 The new folder links the checkpoint; use it for ``GRPOConfig(use_vllm=True, vllm_mode="colocate")``
-and for ``trl vllm-serve --model my-model-fp8 --host 127.0.0.1``. TRL pushes each parameter through
-``load_weights``, where it is quantized on arrival, and then resets the prefix cache: nothing in TRL
-has to change.
+and for ``trl vllm-serve`` (docs/vllm.md, "TRL"). TRL pushes each parameter through
+``load_weights``, or through vLLM's weight transfer, where it is quantized on arrival, and then
+resets the prefix cache: nothing in TRL has to change.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ PAGES = {
 README, VLLM, RECIPE, EXTENDING = (
     PAGES[name] for name in ("README.md", "docs/vllm.md", "docs/recipe.md", "docs/extending.md")
 )
-RUN_ELSEWHERE = {"offline", "async"}
-"""Blocks of docs/vllm.md that tests/vllm_fp8rl/refit runs on its engines."""
+RUN_ELSEWHERE = {"offline", "async", "weight-transfer"}
+"""Blocks of the guides that tests/vllm_fp8rl/refit runs on its engines."""
 
 MEGATRON_ENV = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 

@@ -87,10 +87,10 @@ def _register_attention_backend() -> None:
 def _register_weight_transfer() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    for backend, engine in WEIGHT_TRANSFER_BACKENDS.items():
+    for backend, (module, engine) in WEIGHT_TRANSFER_BACKENDS.items():
         with contextlib.suppress(ValueError):  # registered already
             WeightTransferEngineFactory.register_engine(
-                backend, "vllm_fp8rl.refit.receiver.weight_transfer", engine
+                backend, f"vllm_fp8rl.refit.receiver.{module}", engine
             )
 
 

@@ -1,7 +1,8 @@
 """Run by test_vllm_executors.py in a process of its own, once for each way to run workers.
 
 Arguments: ``core`` (engine core in a process of its own, vLLM's default), ``async`` (AsyncLLM),
-``mp`` or ``ray`` (two ranks); folder for checkpoints. Prints one JSON object on its last line.
+``mp`` or ``ray`` (two ranks), ``ipc`` or ``nccl`` (vLLM's trainer); folder for checkpoints. Prints
+one JSON object on its last line.
 """
 
 from __future__ import annotations
@@ -143,6 +144,61 @@ def run_llm(root: Path, **changes: Any) -> dict[str, object]:
     return found
 
 
+def run_trainer(transport: str, root: Path) -> dict[str, object]:
+    """vLLM's trainer, unchanged, on the engine's GPU (``ipc``) or the next one (``nccl``)."""
+    from vllm import LLM
+    from vllm.utils.network_utils import get_open_port
+
+    from support.weight_transfer import trainer
+
+    config = {"weight_transfer_config": {"backend": f"fp8rl_{transport}"}}
+    llm = LLM(str(root / "a"), **ARGUMENTS | vllm_fp8rl.engine_args(Recipe()) | config)
+    device = torch.device("cuda", int(transport == "nccl"))
+    torch.cuda.set_device(device)
+    sent = {name: [(n, t.to(device)) for n, t in tensors_of(root / name).items()] for name in "ab"}
+
+    def bits() -> str:
+        (digest,) = llm.collective_rpc(digest_of)
+        return digest
+
+    found: dict[str, object] = {}
+    for name in "ab":
+        refit(llm, tensors_of(root / name).items(), expect_kv_scales=True)
+        found[name] = bits()
+    for packed in (True, False):
+        options: dict[str, Any] = {"packed": packed, "packed_buffer_size_bytes": 1 << 20}
+        if transport == "nccl":
+            options |= {"master_address": "127.0.0.1", "world_size": 2}
+        items = list(sent["a"])
+
+        def send(items: list[tuple[str, torch.Tensor]], options: dict[str, Any] = options) -> Any:
+            port = {"master_port": get_open_port()} if transport == "nccl" else {}
+            return trainer(llm, transport, items, **options, **port)
+
+        sender = send(items)
+        for name in "ab":
+            items[:] = sent[name]
+            sender.send_weights()
+            found[f"{name}, packed {packed}"] = bits()
+        wrong = [(n, t[1:] if n == NORM else t) for n, t in sent["a"]]
+        try:
+            send(wrong).send_weights()
+        except Exception as error:
+            found[f"refused, packed {packed}"] = str(error)
+        found[f"b, then, packed {packed}"] = bits()
+    return found
+
+
+def digest_of(worker: Any) -> str:
+    """Hash every parameter's bytes; run in the worker."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for _, parameter in sorted(worker.model_runner.get_model().named_parameters()):
+        digest.update(parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
 async def run_async(root: Path) -> dict[str, object]:
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -192,6 +248,8 @@ def main(mode: str, root: Path) -> dict[str, object]:
         return asyncio.run(run_async(root))
     if mode == "core":
         return run_llm(root)
+    if mode in ("ipc", "nccl"):
+        return run_trainer(mode, root)
     return run_llm(root, tensor_parallel_size=2, distributed_executor_backend=mode)
 
 

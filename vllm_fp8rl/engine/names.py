@@ -11,11 +11,12 @@ EXTENSION = "vllm_fp8rl.refit.receiver.worker.RefitWorker"
 """For ``LLM(worker_extension_cls=...)``; needed where the engine core runs in its own process."""
 
 WEIGHT_TRANSFER_BACKENDS = {
-    "fp8rl": "Fp8RLTransferEngine",
-    "fp8rl_nccl": "Fp8RLNcclTransferEngine",
+    "fp8rl": ("weight_transfer", "Fp8RLTransferEngine"),
+    "fp8rl_nccl": ("weight_transfer", "Fp8RLNcclTransferEngine"),
+    "fp8rl_ipc": ("weight_transfer_ipc", "Fp8RLIpcTransferEngine"),
 }
-"""Values of vLLM's ``WeightTransferConfig(backend=...)``, each with its class in
-:mod:`vllm_fp8rl.refit.receiver.weight_transfer`."""
+"""Values of vLLM's ``WeightTransferConfig(backend=...)``, each with its module in
+:mod:`vllm_fp8rl.refit.receiver` and its class there."""
 
 
 def uses_fp8rl(engine: Any) -> bool:

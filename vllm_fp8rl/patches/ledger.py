@@ -89,7 +89,8 @@ ENGINE_CORE = (
         ("method",),
         why="KV scales or weights sent by collective_rpc would change under requests in flight, "
         "which only the engine core knows",
-        how="answers with an error while requests run; tells the guards about reset_weights",
+        how="answers with an error while requests run; tells the guards about reset_weights; "
+        "raises what a worker has refused of a weight update, and ends it on all",
         until=_CACHE_UNTIL,
         replacement=rpc_unless_busy,
     ),

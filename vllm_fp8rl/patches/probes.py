@@ -465,6 +465,11 @@ PROBES = (
     # Small ones
     Probe(16, "distributed.weight_transfer.nccl_engine", "NCCLWeightTransferEngine", positional=4,
         needs="transfer"),
+    Probe(16, "distributed.weight_transfer.nccl_engine", "NCCLWeightTransferUpdateInfo",
+        positional=0, keywords="names shapes dtype_names", needs="transfer"),
+    Probe(16, "v1.worker.gpu_worker", "Worker",
+        attributes="start_weight_update update_weights finish_weight_update weight_transfer_engine",
+        needs="transfer"),
     Probe(17, "distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1.reset_cache",
         needs="transfer"),
     Probe(18, "v1.attention.selector", "get_attn_backend", positional=3,

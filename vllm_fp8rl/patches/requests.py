@@ -13,11 +13,13 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from fp8rl.errors import Fp8RLError
+from fp8rl.errors import Fp8RLError, RefitError
 from vllm_fp8rl.engine.names import uses_fp8rl
 
 logger = init_logger("vllm.fp8rl")
 _CHECK = "fp8rl_refit_check"
+_START = "start_weight_update"
+_UPDATES = (_START, "update_weights", "finish_weight_update")
 
 
 def reset_and_tell(reset: Callable[..., bool]) -> Callable[..., bool]:
@@ -38,7 +40,10 @@ def reset_and_tell(reset: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def rpc_unless_busy(rpc: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Replace ``collective_rpc`` by one that refuses steps that need an idle engine."""
+    """Replace ``collective_rpc`` by one that refuses steps that need an idle engine.
+
+    It also raises what a worker has refused of a weight update; see :func:`_update_weights`.
+    """
 
     def collective_rpc(core: Any, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         if not uses_fp8rl(core.vllm_config):
@@ -48,6 +53,8 @@ def rpc_unless_busy(rpc: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         busy = core.scheduler.has_unfinished_requests() and not core.is_scheduler_paused()
         if busy and method in worker.NEED_IDLE:
             return [worker.refusal(method)]
+        if method in _UPDATES and core.vllm_config.weight_transfer_config is not None:
+            return _update_weights(core, rpc, method, *args, **kwargs)
         if method != "reset_weights":
             return rpc(core, method, *args, **kwargs)
         core.model_executor.collective_rpc(worker.weights_going)
@@ -56,6 +63,35 @@ def rpc_unless_busy(rpc: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         return answers
 
     return collective_rpc
+
+
+def _update_weights(
+    core: Any, rpc: Callable[..., Any], method: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a step of a weight update, and raise here, not in a worker, what is refused of it.
+
+    vLLM's multiprocess executor reads answers up to the first error. Those of the ranks behind it
+    would be taken for answers to the next call, and so on for ever. And a worker that was not the
+    one to refuse would take the update for active still.
+    """
+    from vllm_fp8rl.refit.receiver import worker
+
+    ask = core.model_executor.collective_rpc
+    if all(ask(worker.weight_update_open)) == (method == _START):
+        raise RefitError(
+            "A weight update is under way; finish it, or end it by update_weights with "
+            '{"end": true}, if its sender has died.'
+            if method == _START
+            else "No weight update is under way; call start_weight_update, and send all tensors."
+        )
+    answers = rpc(core, method, *args, **kwargs)
+    try:
+        for answer in ask(worker.weight_update_refused):
+            worker.read_answer(answer)
+    except Fp8RLError:
+        ask(worker.end_weight_update)
+        raise
+    return answers
 
 
 def ask_before_first(add: Callable[..., Any]) -> Callable[..., Any]:

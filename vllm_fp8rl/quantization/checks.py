@@ -137,10 +137,13 @@ def check_widths(spec: ModelSpec, ranks: int, *, expert_parallel: bool) -> None:
 def _check_weight_transfer(chosen: WeightTransferConfig | None) -> None:
     if chosen is None or chosen.backend in WEIGHT_TRANSFER_BACKENDS:
         return
+    ours = f"{NAME}_{chosen.backend}"
+    remedy = f"'{ours}', and leave the trainer's side as it is"
+    if ours not in WEIGHT_TRANSFER_BACKENDS:
+        remedy = f"one of {sorted(WEIGHT_TRANSFER_BACKENDS)} (docs/trainer.md)"
     raise UnsupportedError(
         f"The weight-transfer backend '{chosen.backend}' takes an incomplete update for a complete "
-        f"one, or writes BF16 into FP8 storage; with quantization='{NAME}' set it to one of "
-        f"{sorted(WEIGHT_TRANSFER_BACKENDS)} (the trainer's side of 'fp8rl_nccl' is vLLM's 'nccl')."
+        f"one, or writes BF16 into FP8 storage; with quantization='{NAME}' set it to {remedy}."
     )
 
 

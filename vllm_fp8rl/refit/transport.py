@@ -7,6 +7,7 @@ handles: a worker reads the sender's memory, so they do not pass the host.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -199,7 +200,7 @@ def received(
     if not (isinstance(payload, dict) and payload.keys() >= {"tensors", "storages", "bytes"}):
         raise _no_payload(f"a {type(payload).__name__}")
     sent = payload["tensors"].items()
-    near = [(name, _meta(each[3], each[1])) for name, each in sent]
+    near = [announced(name, each[3], each[1]) for name, each in sent]
     check([*near, *_described(payload["bytes"])])
     process, gpus = str(os.getpid()), place()["gpus"]
     storages = [_open(handles[process], gpus) for handles in payload["storages"]]
@@ -221,14 +222,20 @@ def _described(payload: bytes) -> list[Named]:
         header = json.loads(payload[8 : 8 + length])
         header.pop("__metadata__", None)
         return [
-            (name, _meta(each["shape"], DTYPES[each["dtype"]])) for name, each in header.items()
+            announced(name, each["shape"], DTYPES[each["dtype"]]) for name, each in header.items()
         ]
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise _no_payload(f"{type(error).__name__}: {error}") from None
 
 
-def _meta(shape: Sequence[int], dtype: str) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
+def announced(name: str, shape: Sequence[int], dtype: str) -> Named:
+    """Return a tensor without its values, on the meta device; ``dtype`` as ``"bfloat16"``."""
+    return name, _without_values(tuple(shape), dtype)
+
+
+@functools.lru_cache(256)  # a model has thousands of tensors, of a few shapes
+def _without_values(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
 def _unpacked(payload: bytes) -> dict[str, torch.Tensor]:

@@ -71,6 +71,13 @@ def test_a_fault_on_any_rank_closes_the_engine_until_a_complete_refit(found):
     assert found["recovered"] is True
 
 
+def test_an_update_that_one_rank_refuses_ends_on_all(found):
+    """vLLM took it for active still on the others, where the next could not start."""
+    error, served = found["one rank's update"]
+    assert "'model.norm.weight' has NaN" in error or "must be a mapping" in error  # before 0.29
+    assert served is True
+
+
 def test_a_killed_rank_is_an_error_not_a_wait(found):
     killed, refused = found["killed"]
     assert "failed on a worker" in killed and killed.endswith("died, restart the engine.")

@@ -35,6 +35,7 @@ def weight_transfer(engine: Any) -> None:
     config = engine.llm.llm_engine.vllm_config
     transfer = Fp8RLNcclTransferEngine(None, config, torch.device("cpu"), engine.model)
     transfer.start_weight_update()
+    transfer.raise_error()
 
 
 def layerwise(engine: Any) -> None:

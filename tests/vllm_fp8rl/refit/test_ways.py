@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -50,13 +52,22 @@ def by_steps(engine: Engine, tensors: Tensors, folder: Path) -> None:
 
 
 def by_nccl(engine: Engine, tensors: Tensors, folder: Path) -> None:
-    """vLLM's transport needs GPUs; what it hands over, and when, is its side of a contract."""
-    config = engine.llm.llm_engine.vllm_config
+    """vLLM's receiver, one tensor at a time, with a broadcast that copies."""
+    config, sent = engine.llm.llm_engine.vllm_config, iter(tensors.values())
     transfer = Fp8RLNcclTransferEngine(None, config, torch.device("cpu"), engine.model)
+    transfer.model_update_group = SimpleNamespace(broadcast=lambda w, **_: w.copy_(next(sent)))
     transfer.start_weight_update()
-    for item in tensors.items():
-        transfer.model.load_weights([item])
+    with patch.object(torch.cuda, "current_stream", lambda: None):
+        transfer.update_weights(
+            {
+                "names": list(tensors),
+                "dtype_names": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
+                "shapes": [list(t.shape) for t in tensors.values()],
+            }
+        )
+    transfer.raise_error()
     transfer.finish_weight_update()
+    transfer.raise_error()
 
 
 def as_trl(engine: Engine, tensors: Tensors, folder: Path) -> None:

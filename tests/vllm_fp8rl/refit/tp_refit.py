@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # 'auto' wants a NUMA node a rank
 
@@ -92,13 +93,15 @@ def main(root: Path) -> dict[str, object]:
     )
     from vllm_fp8rl.refit import refit, refit_from_files
     from vllm_fp8rl.refit.receiver import worker
+    from vllm_fp8rl.refit.transport import pack
 
     scales = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
     a, b = (load_tensors(root / name) for name in "ab")
-    engine = start_engine(root / "a", Recipe(), tensor_parallel_size=2)
+    transfer = {"weight_transfer_config": {"backend": "fp8rl"}}
+    engine = start_engine(root / "a", Recipe(), tensor_parallel_size=2, **transfer)
     llm = engine.llm
     before = llm.collective_rpc(pointers)
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     lacking = lacks_kv_scales(llm)
     refit(llm, (a | scales).items(), expect_kv_scales=True)
     first = engine.greedy(PROMPTS)
@@ -143,6 +146,21 @@ def main(root: Path) -> dict[str, object]:
         error_of(lambda: refit_from_files(llm, "here", expect_kv_scales=False)),
         engine.greedy(PROMPTS) == first,
     ]
+
+    # Each rank has its own part of an update; the second one's is wrong.
+    name = "model.norm.weight"
+    parts = [{"payload": pack([(name, a[name] * factor)])} for factor in (1, torch.nan)]
+    llm.init_weight_transfer_engine({"init_info": {}})
+    llm.start_weight_update()
+    try:
+        llm.update_weights({"update_info": parts})
+    except Exception as error:
+        found["one rank's update"] = [str(error)]
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"payload": pack(a.items())}})
+    llm.finish_weight_update()
+    llm.reset_prefix_cache()
+    found["one rank's update"].append(engine.greedy(PROMPTS) == first)
 
     def killing():
         for number, item in enumerate(b.items()):

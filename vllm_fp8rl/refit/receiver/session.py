@@ -143,9 +143,11 @@ class RefitSession:
         """
         if self._guard.session is not self:
             raise _ended()
+        seen: set[str] = set()
         for name, tensor in coming:
-            if name in self._came:
+            if name in self._came or name in seen:
                 raise came_twice(name)
+            seen.add(name)
             if name in self._entries:
                 self._check(name, tensor, self._entries[name])
             elif not self._inventory.leaves_out(name):

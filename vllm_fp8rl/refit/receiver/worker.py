@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import pkgutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
 from typing import Any
@@ -218,6 +219,8 @@ STEPS: dict[str, Callable[..., Answer]] = {
     name: step for name, step in vars(RefitMixin).items() if name.startswith("fp8rl_")
 }
 """Every step by its name; each takes the worker first."""
+BREAK_OFF: dict[str, Any] = {"fp8rl": "break off"}
+"""For ``update_weights`` of vLLM's worker."""
 NEED_IDLE = frozenset({"fp8rl_refit_begin", "fp8rl_set_kv_scales", "fp8rl_observe_kv"})
 """Steps that change what requests in flight depend on; see ``patches/requests.py``."""
 
@@ -273,3 +276,20 @@ def weights_gone(worker: Any) -> None:
     guard.sleep(["weights"], dict(discardable(_model(worker))))
     guard.wake(["weights"])
     guard.open()
+
+
+def weight_update_open(worker: Any) -> bool:
+    """Answer whether a weight update by vLLM's API is under way."""
+    return worker.weight_transfer_engine.is_open
+
+
+@_step
+def weight_update_refused(worker: Any) -> None:
+    """Answer with the error of the last step of a weight update, if this worker has refused it."""
+    worker.weight_transfer_engine.raise_error()
+
+
+def end_weight_update(worker: Any) -> None:
+    """Break off a weight update, of which any worker may have refused a part."""
+    with suppress(Exception):  # vLLM's worker forgets an update of which a part has failed
+        worker.update_weights(BREAK_OFF)

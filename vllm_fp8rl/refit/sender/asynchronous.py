@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 from fp8rl import PluginManager
 from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.plugins.hookspecs import RefitReport
+from vllm_fp8rl.compat import installed_version
 from vllm_fp8rl.engine.guard import REMEDY
 from vllm_fp8rl.refit.liveness import lost_worker, while_alive
 from vllm_fp8rl.refit.receiver.session import Tensors
@@ -58,6 +59,7 @@ async def refit_async(
     expect_kv_scales: bool,
     in_flight: InFlight = "drain",
     batch_bytes: int = BATCH_BYTES,
+    weight_version: str | None = None,
     plugins: PluginManager | None = None,
 ) -> RefitReport:
     """Put new weights, and KV scales if announced, into a live ``AsyncLLM``.
@@ -76,6 +78,8 @@ async def refit_async(
         expect_kv_scales: whether k and v scales of every layer are among them.
         in_flight: see :data:`InFlight`.
         batch_bytes: see :func:`vllm_fp8rl.refit.refit`.
+        weight_version: vLLM's name for the new weights, which ``weight_versions`` of an answer
+            gives for each span of its tokens; None: the name stays.
         plugins: whose ``refit_finished`` hooks to call; the installed ones by default.
 
     Returns:
@@ -85,10 +89,16 @@ async def refit_async(
         RefitError: see :class:`~vllm_fp8rl.refit.receiver.session.RefitSession`; or another refit
             of this engine is under way, or a worker was lost.
         ScaleError: a bad scale.
-        UnsupportedError: an engine without the steps, or with several engine cores.
+        UnsupportedError: an engine without the steps, or with several engine cores; or a vLLM
+            without weight versions.
     """
     if in_flight not in get_args(InFlight):
         raise RefitError(f"in_flight is '{in_flight}'; choose one of {get_args(InFlight)}.")
+    if weight_version is not None and not hasattr(engine, "update_weight_version"):
+        raise UnsupportedError(
+            f"vLLM {installed_version()} has no weight versions; install 0.32.0, or leave "
+            "weight_version out."
+        )
     workers = _AsyncWorkers(engine)
     gate = _AsyncGate(engine)
     manager = PluginManager() if plugins is None else plugins
@@ -102,6 +112,8 @@ async def refit_async(
         transfer = send(session, tensors, batch_bytes)
         steps = refit_steps(session, expect_kv_scales, transfer, keep_keys=keep_keys)
         counts = await _run_steps(engine, workers, steps)
+        if weight_version is not None:  # before a request goes on
+            await while_alive(engine, engine.update_weight_version(weight_version))
     except BaseException as error:
         # Shielded: the task may be cancelled again, and half of this must not be left out.
         await _settle(_give_up(workers, gate, type(error).__name__, in_flight))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
-from support.engine import PROMPTS, SCALES, Engine, load_tensors
+from support.engine import PROMPTS, SCALES, Engine, in_fp8, load_tensors, same_state
 from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.refit.transport import pack
 
@@ -59,9 +62,9 @@ def test_incomplete_update_is_an_error_and_closes_the_engine(receiver, checkpoin
     with pytest.raises(RefitError, match=f"lacks 1 .*'{UP}'"):
         finish(receiver)
     receiver.refuses(RefitError, "half-updated")
-    with pytest.raises(RefitError, match="send all of it again"):
+    with pytest.raises(RefitError, match="No weight update is under way"):
         finish(receiver)
-    # vLLM holds the update for active still: the second attempt goes on from there.
+    receiver.llm.start_weight_update()
     update(receiver, payload=pack(a.items()))
     finish(receiver)
     assert receiver.greedy(PROMPTS) == tokens["a"]
@@ -69,18 +72,182 @@ def test_incomplete_update_is_an_error_and_closes_the_engine(receiver, checkpoin
 
 def test_one_source_for_an_update(receiver):
     receiver.llm.start_weight_update()
-    with pytest.raises(ValueError, match="either 'path' or 'payload'"):
+    with pytest.raises(RefitError, match="either 'path' or 'payload'"):
         update(receiver)
     assert len(receiver.greedy(PROMPTS)) == len(PROMPTS)  # nothing was written
 
 
-@pytest.mark.parametrize("backend", ["nccl", "ipc", "sparse_nccl"])
+Items = list[tuple[str, torch.Tensor]]
+
+
+class Pushed:
+    """An engine that vLLM's trainer of a transport sends into."""
+
+    def __init__(self, engine: Engine, transport: str) -> None:
+        self.engine, self.transport = engine, transport
+
+    def trainer(self, items: Items) -> Any:
+        from support.weight_transfer import trainer
+
+        options: dict[str, Any] = {}
+        if self.transport == "nccl":
+            options = {"master_address": "", "master_port": 1, "world_size": 2, "packed": False}
+        return trainer(self.engine.llm, self.transport, items, **options)
+
+    def send(self, items: Items) -> None:
+        self.trainer(items).send_weights()
+        self.engine.llm.reset_prefix_cache()
+
+
+@pytest.fixture(scope="module", params=["nccl", "ipc"])
+def pushed(
+    request: pytest.FixtureRequest,
+    other_engine: Callable[..., Engine],
+    checkpoints: dict[str, Path],
+) -> Iterator[Pushed]:
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed import weight_transfer
+
+    if not hasattr(weight_transfer, "WeightTransferTrainerFactory"):
+        pytest.skip("vLLM had no class for the trainer's side before 0.28")
+    from support.weight_transfer import stand_in_for_gpus
+
+    config = WeightTransferConfig(backend=f"fp8rl_{request.param}")
+    engine = other_engine(checkpoints["a"], Recipe(), weight_transfer_config=config)
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in_for_gpus(patch)
+        yield Pushed(engine, request.param)
+
+
+@pytest.fixture(scope="module")
+def fresh(other_engine, checkpoints) -> dict[str, dict[str, torch.Tensor]]:
+    """Parameters of engines that have loaded a checkpoint."""
+    return {name: other_engine(path, Recipe()).state() for name, path in checkpoints.items()}
+
+
+@pytest.mark.parametrize("form", [dict, in_fp8], ids=["bf16", "codes"])
+def test_vllms_trainers_leave_what_a_fresh_engine_loads(pushed, fresh, a, b, form):
+    before = pushed.engine.pointers()
+    items = list((form(a) | SCALES).items())
+    trainer = pushed.trainer(items)
+    for name, tensors in (("b", b), ("a", a)):
+        items[:] = (form(tensors) | SCALES).items()
+        trainer.send_weights()
+        pushed.engine.llm.reset_prefix_cache()
+        assert same_state(fresh[name], pushed.engine.state())
+        assert set(pushed.engine.kv_scales().values()) == {next(iter(SCALES.values())).item()}
+    assert pushed.engine.pointers() == before
+
+
+@pytest.mark.parametrize("pushed", ["nccl"], indirect=True)
+def test_the_guides_lines(pushed, fresh, a, b, monkeypatch):
+    """With the address of no server, and no ``packed``, which needs CUDA's streams."""
+    from vllm.distributed.weight_transfer import clients, nccl_engine
+
+    from support.weight_transfer import LocalClient
+
+    page = (Path(__file__).parents[4] / "docs" / "trainer.md").read_text(encoding="utf-8")
+    code = page.split("<!-- test: weight-transfer -->\n```python\n")[1].split("```")[0]
+    llm, info = pushed.engine.llm, nccl_engine.NCCLTrainerInitInfo
+    monkeypatch.setattr(clients, "HTTPVLLMWeightSyncClient", lambda server: LocalClient(llm))
+    monkeypatch.setattr(nccl_engine, "NCCLTrainerInitInfo", partial(info, packed=False))
+    exec(code, {"rank": 0, "model": SimpleNamespace(named_parameters=b.items)})
+    assert same_state(fresh["b"], pushed.engine.state())
+    pushed.send(list(a.items()))
+
+
+def without_up(items: Items) -> Items:
+    return [item for item in items if item[0] != UP]
+
+
+def with_up(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Items], Items]:
+    return lambda items: [(n, change(t) if n == UP else t) for n, t in items]
+
+
+def with_a_hole(items: Items) -> Items:
+    name, tensor = items[-1]
+    return [*items[:-1], (name, torch.full_like(tensor, torch.nan))]
+
+
+OTHER = UP.replace("1", "9")
+CLOSED = {"nccl", "ipc"}
+REFUSED: dict[str, tuple[Callable[[Items], Items], str, set[str]]] = {
+    "missing": (without_up, f"lacks 1 .*'{UP}'", CLOSED),
+    "half of the scales": (
+        lambda items: [*items, next(iter(SCALES.items()))], "lacks 3 .*v_scale", CLOSED,
+    ),
+    "unknown": (lambda items: [*items, (OTHER, items[0][1])], f"no tensor '{OTHER}'", set()),
+    "twice": (lambda items: [*items, *items[-1:]], "arrived twice", set()),
+    "shape": (with_up(lambda tensor: tensor[1:]), f"'{UP}' has shape", set()),
+    "dtype": (with_up(lambda tensor: tensor.int()), f"'{UP}' has dtype torch.int32", set()),
+    # Values are seen in each batch: what came over NCCL before has been written.
+    "NaN": (with_a_hole, "has NaN", {"nccl"}),
+}  # fmt: skip
+"""By what is wrong: a change of what is sent, the error, transports that leave it closed."""
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_trainers_are_told_what_is_wrong(pushed, checkpoints, a, b, tokens, wrong):
+    change, error, closed = REFUSED[wrong]
+    with pytest.raises(RefitError, match=error):
+        pushed.send(change(list(b.items())))
+    if pushed.transport in closed:
+        pushed.engine.refuses(RefitError, "half-updated")
+    else:
+        assert pushed.engine.greedy(PROMPTS) == tokens["a"]
+    pushed.send(list(a.items()))
+    assert pushed.engine.greedy(PROMPTS) == tokens["a"]
+
+
+def test_weight_version(pushed, a, b, tokens):
+    """vLLM's own, which an update that is refused leaves as it was."""
+    from vllm import SamplingParams
+
+    llm = pushed.engine.llm
+    if not hasattr(llm, "get_weight_version"):
+        pytest.skip("vLLM had no weight versions before 0.31")
+    pushed.send(list(b.items()))
+    llm.update_weight_version("step 1")
+    llm.start_weight_update()
+    with pytest.raises(RefitError, match="lacks"):
+        llm.finish_weight_update(weight_version="step 2")
+    assert llm.get_weight_version() == "step 1"
+    (output,) = llm.generate(
+        {"prompt_token_ids": PROMPTS[0]},
+        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False),
+        use_tqdm=False,
+    )
+    (span,) = output.outputs[0].weight_versions
+    assert (span.version, span.start, span.end) == ("step 1", 0, 12)
+    assert list(output.outputs[0].token_ids) == tokens["b"][0]
+    pushed.send(list(a.items()))
+
+
+def test_an_update_whose_sender_died(receiver):
+    receiver.llm.start_weight_update()
+    with pytest.raises(RefitError, match=r"under way; finish it, or end it by .*\{\"end\": true\}"):
+        receiver.llm.start_weight_update()
+    with pytest.raises(RefitError, match="'end'"):
+        update(receiver, end=True)
+    receiver.llm.start_weight_update()
+    with pytest.raises(RefitError, match="lacks"):
+        finish(receiver)
+
+
+@pytest.mark.parametrize(
+    ("backend", "remedy"),
+    [
+        ("nccl", "'fp8rl_nccl', and"),
+        ("ipc", "'fp8rl_ipc', and"),
+        ("sparse_nccl", "one of .'fp8rl'"),
+    ],
+)
 def test_engines_that_would_serve_a_mixture_are_refused_at_the_start(
-    other_engine, checkpoints, backend
+    other_engine, checkpoints, backend, remedy
 ):
     from vllm.config import WeightTransferConfig
 
-    with pytest.raises(UnsupportedError, match=f"'{backend}' takes an incomplete update"):
+    with pytest.raises(UnsupportedError, match=f"'{backend}' takes an incomplete.* it to {remedy}"):
         other_engine(
             checkpoints["a"], Recipe(), weight_transfer_config=WeightTransferConfig(backend=backend)
         )

@@ -50,6 +50,8 @@ class Client:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.requests = 0
+        self.spans: list[list[Any]] = []
+        """Weight versions of the last answer, where vLLM has them."""
 
     async def stream(self, prompt: list[int], tokens: int) -> AsyncIterator[tuple[list[int], str]]:
         from vllm import SamplingParams
@@ -61,6 +63,8 @@ class Client:
         prompt_of = {"prompt_token_ids": prompt}
         async for output in self.engine.generate(prompt_of, parameters, str(self.requests)):
             (only,) = output.outputs
+            spans = getattr(only, "weight_versions", None) or ()
+            self.spans = [[span.version, span.start, span.end] for span in spans]
             yield list(only.token_ids), str(only.finish_reason)
 
     async def one(self, prompt: list[int], tokens: int = 12) -> tuple[list[int], str]:
@@ -132,8 +136,11 @@ async def cases(engine: Any, root: Path) -> dict[str, object]:
     found["aborted"] = await task
     await give(a)
     task, _ = await client.started(LONG, LENGTH)
-    await give(b, in_flight="keep")
-    found["kept"] = await split_of((await task)[0], client, found["long_a"])
+    version = {"weight_version": "b"} if hasattr(engine, "update_weight_version") else {}
+    await give(b, in_flight="keep", **version)
+    kept = (await task)[0]
+    found["spans"] = client.spans
+    found["kept"] = await split_of(kept, client, found["long_a"])
 
     await give(a)
     task, _ = await client.started(LONG, LENGTH)

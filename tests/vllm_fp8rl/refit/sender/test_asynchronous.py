@@ -81,6 +81,14 @@ def test_keep_goes_on_with_the_new_weights(found):
     assert rest_is_of_the_new_weights is True
 
 
+def test_spans_tell_which_weights_made_them(found):
+    if not found["spans"]:
+        pytest.skip("this vLLM has no weight versions")
+    before, after = found["spans"]
+    assert before[:2] == ["default", 0] and before[2] >= 5
+    assert after == ["b", before[2], LENGTH]
+
+
 def test_continue_goes_on_with_the_codes_it_has(found, truth):
     tokens, reason, _ = found["continued"]
     assert (tokens, reason) == (truth["long_a"], "length")
@@ -211,6 +219,11 @@ def test_unknown_policy_for_requests_in_flight():
     nothing: Any = None
     with pytest.raises(RefitError, match="in_flight is 'later'; choose one of"):
         asyncio.run(refit_async(nothing, [], expect_kv_scales=False, in_flight="later"))  # type: ignore[arg-type]
+
+
+def test_a_vllm_without_weight_versions():
+    with pytest.raises(UnsupportedError, match=r"no weight versions; install 0\.32\.0, or leave"):
+        asyncio.run(refit_async(object(), [], expect_kv_scales=False, weight_version="1"))  # type: ignore[arg-type]
 
 
 class EngineOfAConfig:
