@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("plugins", "vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext", "fp8rl_bench", "fp8rl_demo")
+PACKAGES = (
+    *("plugins", "vllm_fp8rl", "megatron_fp8rl", "torch_fp8rl", "nemo_rl_ext"),
+    *("fp8rl_bench", "fp8rl_demo"),
+)
 
 
 @pytest.fixture(scope="module")

@@ -130,7 +130,8 @@ class _Fp8GroupedFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _GroupedCall = ctx.call
         experts, grad = len(call.splits), grads[0]
-        weights, saved = ctx.saved_tensors[:experts], ctx.saved_tensors[experts:]
+        tensors = ctx.saved_tensors  # once: activation checkpointing refuses a second look
+        weights, saved = tensors[:experts], tensors[experts:]
         need_x, _, *needed = ctx.needs_input_grad
         wanted = [expert for expert in range(experts) if needed[expert]]
         for expert in wanted:

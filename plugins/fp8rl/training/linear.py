@@ -173,7 +173,8 @@ class Fp8LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         need_x, _, _, *needed = ctx.needs_input_grad
-        weights, saved = ctx.saved_tensors[: len(needed)], ctx.saved_tensors[len(needed) :]
+        tensors = ctx.saved_tensors  # once: activation checkpointing refuses a second look
+        weights, saved = tensors[: len(needed)], tensors[len(needed) :]
         grad = grads[0].flatten(0, -2)
         need_weight = any(needed)
         if not grad.numel():

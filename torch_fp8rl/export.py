@@ -1,0 +1,24 @@
+"""Hugging Face tensors out of a model that torch trains, for the rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from torch_fp8rl.layers import gathered
+from torch_fp8rl.modules import global_name
+
+
+def export_hf(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of a model by Hugging Face name in bfloat16, as a refit takes them.
+
+    Under FSDP2 each tensor is gathered when it is asked for: all processes must go through all of
+    them. A tied output layer comes once, as the embedding; experts come as the model holds them.
+
+    Args:
+        model: a model of transformers, or what wraps it, converted or not.
+    """
+    for path, parameter in model.named_parameters():
+        yield global_name(path), gathered(parameter).to(torch.bfloat16)

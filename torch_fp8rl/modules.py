@@ -1,0 +1,173 @@
+"""The linear layers of a Hugging Face model, under the global names that pins and rollout use.
+
+transformers 5 holds the experts of a layer in two parameters of three dimensions, earlier releases
+each expert as three linears; both are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fp8rl import PinPolicy
+from fp8rl.errors import PinError, UnsupportedError
+from fp8rl.models.families import FUSED, LLAMA, QWEN2, QWEN3, QWEN3_MOE
+from fp8rl.models.pins import ALWAYS_BF16
+from fp8rl.models.spec import ModelSpec
+from fp8rl.numerics import BLOCK
+from fp8rl.training.layout import ROW_PARALLEL, RowLayout, gate_up_layout, plain_layout
+
+SERVED = (LLAMA, QWEN2, QWEN3, QWEN3_MOE)
+"""Families whose FP8 training in torch has tests."""
+DTYPES = (torch.bfloat16, torch.float32)
+"""Dtypes of parameters: what travels to the rollout is BF16, or rounded to it."""
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
+"""Names that DDP, ``torch.compile`` and the checkpoint wrapper put into the path of a module."""
+_FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
+
+
+@dataclass(frozen=True)
+class Linears:
+    """Linears that the rollout holds in one matrix, or one linear by itself."""
+
+    name: str
+    """Global HF name, of several the fused one (``..qkv_proj``)."""
+    modules: dict[str, nn.Linear]
+    """Modules by global HF name, in the order of their rows."""
+
+    @property
+    def layout(self) -> RowLayout:
+        rows = (module.out_features for module in self.modules.values())
+        return RowLayout(tuple(name.rpartition(".")[2] for name in self.modules), tuple(rows))
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {f"{name}.weight": module.weight for name, module in self.modules.items()}
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the rollout's ranks have other blocks than one process."""
+        leaf = next(iter(self.modules)).rpartition(".")[2]
+        rows, columns = self.layout.part_rows.values(), next(iter(self.weights.values())).shape[1]
+        cut = (columns,) if leaf in ROW_PARALLEL else rows
+        return any(width % BLOCK[0] for width in cut)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """All experts of a layer, as one module with two parameters."""
+
+    name: str
+    """Global HF name, e.g. ``model.layers.0.mlp.experts``."""
+    module: nn.Module
+    parameters: tuple[str, str]
+    """Names of the two parameters: gate and up, and down."""
+    count: int
+
+    def names(self, parameter: str) -> tuple[str, ...]:
+        """Return the global HF name of each expert's matrix; gate and up have the fused one."""
+        return tuple(f"{self.name}.{number}.{parameter}" for number in range(self.count))
+
+    def layout(self, parameter: str) -> RowLayout:
+        rows = getattr(self.module, parameter).shape[1]
+        if parameter == self.parameters[0]:  # two matrices in the rollout, each with its own blocks
+            return gate_up_layout(rows // 2, apart=True)
+        return plain_layout(parameter, rows)
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {f"{self.name}.{each}": getattr(self.module, each) for each in self.parameters}
+
+    @property
+    def ragged(self) -> bool:
+        """As :attr:`Linears.ragged`; the intermediate size is cut."""
+        return getattr(self.module, self.parameters[1]).shape[2] % BLOCK[0] != 0
+
+
+Site = Linears | Experts
+
+
+def sites(model: nn.Module, spec: ModelSpec, policy: PinPolicy) -> Iterator[Site]:
+    """Yield the modules of a model that run in FP8.
+
+    Args:
+        model: a model of transformers, or what wraps it.
+        spec: of its config; a served family.
+        policy: pins of the whole model.
+
+    Raises:
+        PinError: the pins leave a part of the experts of a layer in BF16.
+        UnsupportedError: the model lacks a module, or it is no plain linear.
+    """
+    modules = {global_name(path): module for path, module in model.named_modules()}
+    if not any(name in modules for name in spec.names):  # a model without a head, or with its own
+        modules |= {f"{spec.stem}{name}": module for name, module in modules.items()}
+    groups: dict[str, dict[str, nn.Linear]] = {}
+    stacks: dict[str, dict[str, str]] = {}
+    for row in policy.report():
+        if row.kind in ALWAYS_BF16:
+            continue
+        prefix, _, leaf = row.name.rpartition(".")
+        if row.kind == "experts" and row.name not in modules:
+            stack = prefix.rpartition(".")[0]
+            stacks.setdefault(stack, {})[row.name] = row.precision
+        elif row.precision == "fp8":
+            fused = leaf if row.kind == "experts" else _FUSED_OF.get(leaf, leaf)
+            groups.setdefault(f"{prefix}.{fused}", {})[row.name] = _linear(row.name, modules)
+    yield from (Linears(name, members) for name, members in groups.items())
+    for name, precisions in stacks.items():
+        if "fp8" not in precisions.values():
+            continue
+        if odd := next((each for each, what in precisions.items() if what == "bf16"), None):
+            raise PinError(
+                f"pins.{policy.row(odd).reason} pins '{odd}' but not all experts of '{name}', "
+                "which torch multiplies together; pin all experts of a layer or none."
+            )
+        yield _experts(name, modules, spec)
+
+
+def global_name(path: str) -> str:
+    """Return the path of a module or parameter without what wrappers put into it."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+
+
+def _linear(name: str, modules: dict[str, nn.Module]) -> nn.Linear:
+    module = modules.get(name)
+    if type(module) is nn.Linear:
+        return module
+    if module is None:
+        raise UnsupportedError(
+            f"The model has no '{name}', which its config describes; give convert the model of "
+            "transformers, or pin the module to BF16."
+        )
+    raise UnsupportedError(
+        f"'{name}' is a {type(module).__name__}; FP8 training replaces torch.nn.Linear alone: "
+        "convert before adapters are added and before a linear is given to fully_shard, or pin the "
+        "module to BF16."
+    )
+
+
+def _experts(name: str, modules: dict[str, nn.Module], spec: ModelSpec) -> Experts:
+    module, family = modules.get(name), spec.family
+    assert family.experts is not None  # names of experts are of a family that has some
+    first, second = family.experts.fused
+    shapes = [tuple(getattr(getattr(module, each, None), "shape", ())) for each in (first, second)]
+    expected = len(shapes[0]) == len(shapes[1]) == 3 and shapes[0][::2] == (
+        spec.experts,
+        shapes[1][1],
+    )
+    # What transformers writes on a class of experts that lie in another way.
+    other = [each for each in ("is_transposed", "has_bias") if getattr(module, each, False)]
+    other += [each for each in ("is_concatenated", "has_gate") if not getattr(module, each, True)]
+    if module is None or not expected or other or not hasattr(module, "_apply_gate"):
+        kind = f"a {type(module).__name__} with {other or shapes}"
+        what = "not there" if module is None else kind
+        raise UnsupportedError(
+            f"'{name}' is {what}; FP8 training knows the experts of transformers 5, with '{first}' "
+            f"[experts, 2 x width, hidden] and '{second}' [experts, hidden, width] without biases; "
+            "pin kind experts to BF16."
+        )
+    return Experts(name, module, (first, second), spec.experts)
