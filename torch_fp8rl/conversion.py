@@ -95,8 +95,8 @@ def convert(
     """Let the linear layers that the recipe does not pin run in FP8.
 
     Parameters, their names, dtypes, hooks and state dicts stay as they are; a pinned module keeps
-    its exact class. Works before or after ``fully_shard`` of whole decoder layers, DDP and the
-    making of an optimizer, and before LoRA adapters are added.
+    its exact class. Works before or after ``fully_shard`` of whole decoder layers, DDP, the making
+    of an optimizer and LoRA adapters, which stay in the model's dtype.
 
     Args:
         model: a model of transformers (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE), or what wraps it,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from fp8rl.errors import UnsupportedError
 from torch_fp8rl.layers import gathered
 from torch_fp8rl.modules import global_name
 
@@ -19,6 +20,16 @@ def export_hf(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     Args:
         model: a model of transformers, or what wraps it, converted or not.
+
+    Raises:
+        UnsupportedError: the model has LoRA adapters, without which its weights are not the model.
     """
-    for path, parameter in model.named_parameters():
-        yield global_name(path), gathered(parameter).to(torch.bfloat16)
+    parameters = {global_name(path): parameter for path, parameter in model.named_parameters()}
+    if found := next((name for name in parameters if ".lora_" in name), None):
+        raise UnsupportedError(
+            f"'{found}' is an adapter; merge it into the weights first (merge_adapter of PEFT, and "
+            "unload), or send it to the engine as a LoRA adapter."
+        )
+    yield from (
+        (name, gathered(parameter).to(torch.bfloat16)) for name, parameter in parameters.items()
+    )

@@ -24,8 +24,9 @@ SERVED = (LLAMA, QWEN2, QWEN3, QWEN3_MOE)
 """Families whose FP8 training in torch has tests."""
 DTYPES = (torch.bfloat16, torch.float32)
 """Dtypes of parameters: what travels to the rollout is BF16, or rounded to it."""
-_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
-"""Names that DDP, ``torch.compile`` and the checkpoint wrapper put into the path of a module."""
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "base_layer"}
+"""Names that DDP, ``torch.compile``, the checkpoint wrapper and LoRA put into a module's path."""
+_PEFT = "base_model.model."
 _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 
 
@@ -131,7 +132,7 @@ def sites(model: nn.Module, spec: ModelSpec, policy: PinPolicy) -> Iterator[Site
 
 def global_name(path: str) -> str:
     """Return the path of a module or parameter without what wrappers put into it."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS).removeprefix(_PEFT)
 
 
 def _linear(name: str, modules: dict[str, nn.Module]) -> nn.Linear:
@@ -144,9 +145,9 @@ def _linear(name: str, modules: dict[str, nn.Module]) -> nn.Linear:
             "transformers, or pin the module to BF16."
         )
     raise UnsupportedError(
-        f"'{name}' is a {type(module).__name__}; FP8 training replaces torch.nn.Linear alone: "
-        "convert before adapters are added and before a linear is given to fully_shard, or pin the "
-        "module to BF16."
+        f"'{name}' is a {type(module).__name__}; FP8 training replaces torch.nn.Linear alone: give "
+        "whole decoder layers to fully_shard, build the model without another replacement, or pin "
+        "the module to BF16."
     )
 
 

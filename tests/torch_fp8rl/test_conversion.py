@@ -17,7 +17,7 @@ from fp8rl.numerics import quantize_block
 from fp8rl.recipe import Pins, WeightFormat
 from support.hf import ALIGNED, RAGGED, convert_alone, hf_config, hf_model, loss_of
 from support.numeric import relative_error
-from torch_fp8rl import convert
+from torch_fp8rl import convert, export_hf
 from torch_fp8rl.layers import Fp8Linear, Fp8Torch
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -114,6 +114,44 @@ def wrapped(model: nn.Module) -> nn.Module:
     outer = nn.Module()
     outer.add_module("module", model)
     return outer
+
+
+class Lora(nn.Module):
+    """As PEFT lays an adapter over a linear."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = linear.requires_grad_(False)
+        self.lora_A = nn.Linear(linear.in_features, 4, bias=False, dtype=torch.bfloat16)
+        self.lora_B = nn.Linear(4, linear.out_features, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    for layer in model.model.layers:
+        layer.self_attn.k_proj = Lora(layer.self_attn.k_proj)
+    outer = nn.Module()
+    outer.add_module("base_model", nn.Module())
+    outer.base_model.model = model
+    return outer
+
+
+@pytest.mark.parametrize("first", ["convert", "adapt"])
+def test_adapters_lie_over_fp8_weights(first: str):
+    model = hf_model()
+    outer = with_adapters(model) if first == "adapt" else None
+    convert_alone(outer or model)
+    outer = outer or with_adapters(model)
+    loss_of(model).backward()
+    adapter = model.model.layers[0].self_attn.k_proj
+    assert type(adapter.base_layer) is Fp8Linear and type(adapter.lora_A) is nn.Linear
+    assert adapter.base_layer.weight.grad is None and adapter.lora_A.weight.grad is not None
+    with pytest.raises(
+        UnsupportedError, match=r"layers\.0\.self_attn\.k_proj\.lora_A\.weight' is an"
+    ):
+        next(export_hf(outer))
 
 
 @pytest.mark.parametrize(
