@@ -41,6 +41,7 @@ from support.engine import register_model
 from support.mla import ON_A_CPU
 from torch_fp8rl import convert as convert_torch
 from torch_fp8rl import export_hf as export_torch
+from torch_fp8rl.kv import QKVObserver as QKVObserverOfTorch
 
 LAYERS, LENGTH = 3, 16
 PINS: dict[str, Any] = {"first": 1, "names": ["model.layers.1.mlp.down_proj"]}
@@ -202,6 +203,11 @@ def in_torch(
     model.load_state_dict(weights, strict=False)
     other = convert_torch(model, recipe)
     error = refit(engine, dict(export_torch(model)) | dict(scales))
+    observer = QKVObserverOfTorch(model)
+    with torch.no_grad():
+        model(torch.arange(LENGTH).unsqueeze(0))
+    observer.close()
+    found = observer.scales(margin=1.05)
     wrong = []
     for name, module in other.modules.items():
         live, held = engine.get_submodule(name), fused(module.codes_by_name())
@@ -234,6 +240,7 @@ def in_torch(
         megatron.weight.grad = None
     return {
         "error": error,
+        "scales": [name for name, scale in scales.items() if found[name] != scale],
         "modules": sorted(other.modules),
         "table": [(row.name, row.precision, row.reason) for row in other.policy.report()],
         "wrong": wrong,

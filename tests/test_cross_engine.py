@@ -165,12 +165,12 @@ def test_the_resolved_tables_are_equal(ranks: list[dict], name: str):
 
 @pytest.mark.parametrize("name", ["tp1-fp32", "tp1-pow2", "tp1-fp32-ragged-codes"])
 def test_torch_holds_the_same_and_multiplies_the_same(ranks: list[dict], name: str):
-    """Codes and scales are the rollout's, products and gradients Megatron's, although transformers
-    has q, k and v apart."""
+    """Codes and scales are the rollout's, products, gradients and KV scales Megatron's, although
+    transformers has q, k and v apart."""
     for rank in ranks:
         found = rank[name]["torch"]
         assert found["error"] is None  # the rollout took its tensors, and holds what it held
-        assert found["wrong"] == []
+        assert found["wrong"] == [] and found["scales"] == []
         assert found["modules"] == fp8_modules(name)
         assert found["table"] == rank[name]["tables"][0]
 

@@ -213,7 +213,8 @@ model, tokens = hf_model(num_hidden_layers=4), ids()
 names = [name for name, _ in model.named_parameters()]
 {block("torch")}
 init_process_group("gloo", store=FileStore("store", 1), rank=0, world_size=1)
-before = dict(wire)
+before = {{name: tensor for name, tensor in wire if name not in scales}}
+assert len(scales) == 12
 loss = model(tokens, labels=tokens).loss
 model.zero_grad()
 {block("torch-fsdp")}

@@ -15,14 +15,13 @@ from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.gemm import BackendChoice, GemmShape, GroupedShape
 from fp8rl.listing import listed
-from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import GROUP, LastExpertRows, Quantized
 from fp8rl.precision_report import precision_text
 from fp8rl.training.layout import RowLayout
 from fp8rl.training.linear import Fp8State
 from fp8rl.training.weight_codes import KeepingCodes, WeightEpoch
 from torch_fp8rl.layers import Fp8Experts, Fp8Linear, Fp8Torch, Matrix, TorchCodes
-from torch_fp8rl.modules import DTYPES, SERVED, Experts, Linears, Site, sites
+from torch_fp8rl.modules import DTYPES, Experts, Linears, Site, sites, spec_of
 
 logger = logging.getLogger(__name__)
 
@@ -120,12 +119,12 @@ def convert(
             f"The recipe is a {type(recipe).__name__}; make one with Recipe.load(path) or "
             "Recipe.from_dict(mapping)."
         )
-    spec = _spec(model)
+    spec = spec_of(model)
     plugins = PluginManager() if plugins is None else plugins
     policy = plugins.pin_policy(recipe.pins, spec.names)
     epoch, modules = WeightEpoch(), {}
     if recipe.training:
-        _check_model(model, recipe, spec)
+        _check_model(model, recipe)
         formats = (recipe.weights.scale_format, recipe.activations.scale_format)
         backends = BackendChoice(plugins.gemm_backends(), formats, gemm_backend)
         found = list(sites(model, spec, policy))
@@ -140,27 +139,11 @@ def convert(
     return Conversion(recipe, policy, epoch, modules)
 
 
-def _spec(model: nn.Module) -> ModelSpec:
-    config = next((m.config for m in model.modules() if hasattr(m, "config")), None)
-    if config is None:
-        raise UnsupportedError(
-            f"{type(model).__name__} has no config; give convert a model of transformers."
-        )
-    return ModelSpec.of(config)
-
-
-def _check_model(model: nn.Module, recipe: Recipe, spec: ModelSpec) -> None:
-    remedy = "set training to false in the recipe"
+def _check_model(model: nn.Module, recipe: Recipe) -> None:
     if recipe.exact:
         raise UnsupportedError(
             "exact needs Megatron's trainer, whose norms and attention can be the rollout's; set "
             "exact to false in the recipe."
-        )
-    if spec.multimodal or not any(spec.family is family for family in SERVED):
-        served = ", ".join(kind for family in SERVED for kind in family.model_types)
-        raise UnsupportedError(
-            f"FP8 training in torch does not serve '{spec.model_type}' yet, but text models of the "
-            f"types {served}; {remedy}."
         )
     for path, module in model.named_modules():
         if isinstance(module, Fp8Torch):
@@ -168,7 +151,7 @@ def _check_model(model: nn.Module, recipe: Recipe, spec: ModelSpec) -> None:
         if getattr(module, "quantization_method", None):
             raise UnsupportedError(
                 f"The model is quantized ({module.quantization_method}); load it in bfloat16 or "
-                f"float32, or {remedy}."
+                "float32, or set training to false in the recipe."
             )
 
 

@@ -103,9 +103,7 @@ def sites(model: nn.Module, spec: ModelSpec, policy: PinPolicy) -> Iterator[Site
         PinError: the pins leave a part of the experts of a layer in BF16.
         UnsupportedError: the model lacks a module, or it is no plain linear.
     """
-    modules = {global_name(path): module for path, module in model.named_modules()}
-    if not any(name in modules for name in spec.names):  # a model without a head, or with its own
-        modules |= {f"{spec.stem}{name}": module for name, module in modules.items()}
+    modules = by_global_name(model, spec)
     groups: dict[str, dict[str, nn.Linear]] = {}
     stacks: dict[str, dict[str, str]] = {}
     for row in policy.report():
@@ -128,6 +126,35 @@ def sites(model: nn.Module, spec: ModelSpec, policy: PinPolicy) -> Iterator[Site
                 "which torch multiplies together; pin all experts of a layer or none."
             )
         yield _experts(name, modules, spec)
+
+
+def by_global_name(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
+    """Return the modules of a model by global HF name, whatever wraps it."""
+    modules = {global_name(path): module for path, module in model.named_modules()}
+    if not any(name in modules for name in spec.names):  # a model without a head, or with its own
+        modules |= {f"{spec.stem}{name}": module for name, module in modules.items()}
+    return modules
+
+
+def spec_of(model: nn.Module) -> ModelSpec:
+    """Describe a model by its config.
+
+    Raises:
+        UnsupportedError: it has no config, or its family is not served.
+    """
+    config = next((m.config for m in model.modules() if hasattr(m, "config")), None)
+    if config is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no config; give a model of transformers."
+        )
+    spec = ModelSpec.of(config)
+    if spec.multimodal or not any(spec.entry is family for family in SERVED):
+        served = ", ".join(kind for family in SERVED for kind in family.model_types)
+        raise UnsupportedError(
+            f"'{spec.model_type}' is not served in torch yet, but text models of the types "
+            f"{served}; set training to false in the recipe, or train with Megatron."
+        )
+    return spec
 
 
 def global_name(path: str) -> str:

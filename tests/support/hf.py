@@ -66,7 +66,7 @@ def convert_alone(model: torch.nn.Module, recipe: Recipe | None = None, **more: 
 
 def ids(seed: int = 0, batch: int = 2) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCAB, (batch, LENGTH), generator=generator)
+    return torch.randint(1, VOCAB, (batch, LENGTH), generator=generator)  # 0 embeds as zeros
 
 
 def loss_of(model: Any, seed: int = 0) -> torch.Tensor:

@@ -23,6 +23,7 @@ from fp8rl.errors import Fp8RLError
 from fp8rl.training import weight_codes
 from megatron_fp8rl.testing.launch import join
 from support.hf import ALIGNED, RAGGED, convert_alone, hf_model, loss_of
+from torch_fp8rl.kv import KVCacheInTraining, QKVObserver
 
 STEPS, MICRO_BATCHES, RATE = 2, 2, 0.5
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -38,6 +39,8 @@ class Case:
     """``shard``: ``convert`` comes after ``fully_shard``."""
     checkpoint: bool = False
     offload: bool = False
+    kv: bool = False
+    """K and V are rounded from the second step on, by the scales of the first."""
 
     def masters(self) -> Any:
         """The model with parameters in float32."""
@@ -53,6 +56,21 @@ class Case:
         for layer in model.model.layers:
             fully_shard(layer, **more)
         fully_shard(model, **more)
+
+
+class Cache:
+    """The rollout's cache in the trainer of a case; ``group`` has the ranks that observe."""
+
+    def __init__(self, case: Case, model: Any, group: Any = None) -> None:
+        self.scales: dict[str, torch.Tensor] = {}
+        self._group = group
+        self._parts = (QKVObserver(model), KVCacheInTraining(model)) if case.kv else None
+
+    def end_step(self) -> None:
+        if self._parts is not None:
+            observer, cache = self._parts
+            self.scales = observer.scales(1.0, self._group)
+            cache.set({name: scale / 4 for name, scale in self.scales.items()})  # clips
 
 
 def seed(step: int, rank: int, number: int, ranks: int) -> int:
@@ -83,6 +101,7 @@ def sharded(case: Case, rank: int, ranks: int) -> dict[str, Any]:
     conversion = convert_alone(model)
     if case.first == "convert":
         case.shard(model)
+    cache = Cache(case, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses = []
     with counting(calls), conversion.keeping_codes() if case.keep else nullcontext():
@@ -94,18 +113,20 @@ def sharded(case: Case, rank: int, ranks: int) -> dict[str, Any]:
                 losses.append(loss.detach())
             optimizer.step()
             optimizer.zero_grad()
+            cache.end_step()
     assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == names
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     codes = {name: pair.codes.view(torch.uint8) for name, pair in conversion.weight_codes().items()}
-    return {"losses": losses, "state": whole, "codes": codes, **calls}
+    return {"losses": losses, "state": whole, "codes": codes, "scales": cache.scales, **calls}
 
 
-def in_one_process(case: Case, ranks: int) -> dict[str, Any]:
+def in_one_process(case: Case, ranks: int, group: Any) -> dict[str, Any]:
     """All micro-batches over a BF16 copy; sums in float32 in the order of FSDP2."""
     masters, model, calls = case.masters(), case.masters(), Counter[str]()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     conversion = convert_alone(model)
+    cache = Cache(case, model, group)
     losses = []
     pairs = list(zip(masters.parameters(), model.parameters(), strict=True))
     with counting(calls):
@@ -126,8 +147,10 @@ def in_one_process(case: Case, ranks: int) -> dict[str, Any]:
                 for total, (master, copied) in zip(totals, pairs, strict=True):
                     master.add_(total / ranks, alpha=-RATE)
                     copied.copy_(master)
+            cache.end_step()
     codes = {name: pair.codes.view(torch.uint8) for name, pair in conversion.weight_codes().items()}
-    return {"losses": losses, "state": masters.state_dict(), "codes": codes, **calls}
+    state = masters.state_dict()
+    return {"losses": losses, "state": state, "codes": codes, "scales": cache.scales, **calls}
 
 
 def alone(first: str) -> str:
@@ -149,12 +172,13 @@ def alone(first: str) -> str:
 def main(out: Path, cases: dict[str, dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     rank, ranks = join()
+    first_alone = torch.distributed.new_group([0])
     found: dict[str, Any] = {first: alone(first) for first in ("convert", "shard")}
     for name, fields in cases.items():
         case = Case(**fields)
         found[name] = {"sharded": sharded(case, rank, ranks)}
         if rank == 0:
-            found[name]["one"] = in_one_process(case, ranks)
+            found[name]["one"] = in_one_process(case, ranks, first_alone)
     torch.save(found, out / f"{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -225,7 +225,12 @@ def transposed() -> nn.Module:
     [
         (hf_model, {}, RecipeError, r"is a dict; make one with Recipe\.load"),
         (lambda: nn.Linear(2, 2), Recipe(), UnsupportedError, "Linear has no config"),
-        (of_another_family, Recipe(), UnsupportedError, "'gemma2' yet.*training to false"),
+        (
+            of_another_family,
+            Recipe(),
+            UnsupportedError,
+            "'gemma2' is not served.*training to false",
+        ),
         (hf_model, Recipe(exact=True), UnsupportedError, "exact needs Megatron's trainer"),
         (converted, Recipe(), UnsupportedError, "q_proj' runs in FP8 already"),
         (with_a_subclass, Recipe(), UnsupportedError, r"1\.self_attn\.v_proj' is a Adapter"),

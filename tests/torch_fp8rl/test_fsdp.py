@@ -17,7 +17,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ragged": {"ragged": True},
     "kept": {"keep": True, "kind": "llama"},
     "whole after forward": {"reshard": False, "keep": True, "first": "shard", "ragged": True},
-    "checkpointed": {"checkpoint": True, "kind": "qwen2"},
+    "checkpointed": {"checkpoint": True, "kind": "qwen2", "kv": True},
     "offloaded": {"offload": True, "first": "shard"},
     "experts": {"kind": "qwen3_moe", "keep": True},
 }
@@ -44,6 +44,7 @@ def test_losses_weights_and_codes_are_those_of_one_process(ranks: list[dict], na
         assert got["codes"].keys() == one["codes"].keys()
         for module, codes in got["codes"].items():
             assert torch.equal(codes, one["codes"][module]), module
+        assert got["scales"] == one["scales"] and bool(one["scales"]) == ("kv" in CASES[name])
         assert got["state"].keys() == one["state"].keys()
         for parameter, tensor in got["state"].items():
             assert torch.equal(tensor, one["state"][parameter]), parameter
