@@ -20,8 +20,15 @@ from fp8rl.precision_report import precision_text
 from fp8rl.training.layout import RowLayout
 from fp8rl.training.linear import Fp8State
 from fp8rl.training.weight_codes import KeepingCodes, WeightEpoch
-from torch_fp8rl.layers import Fp8Experts, Fp8Linear, Fp8Torch, Matrix, TorchCodes
-from torch_fp8rl.modules import DTYPES, Experts, Linears, Site, sites, spec_of
+from torch_fp8rl.layers import (
+    Fp8Experts,
+    Fp8GatedMLP,
+    Fp8Linear,
+    Fp8Torch,
+    Matrix,
+    TorchCodes,
+)
+from torch_fp8rl.modules import DTYPES, Experts, Linears, Site, gated_mlps, sites, spec_of
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +139,9 @@ def convert(
             _check(site, backends)
         swap = _Swap(recipe, backends, epoch)
         modules = {site.name: swap(site) for site in found}
+        for mlp in gated_mlps(model, spec, modules):
+            kind = type(mlp)
+            mlp.__class__ = type(f"Fp8{kind.__name__}", (Fp8GatedMLP, kind), {})
         _warn_of_ragged_widths(found)
         names = ", ".join(backends.names)
         text = f"fp8rl: precision of each module; GEMM backends: {names}\n"

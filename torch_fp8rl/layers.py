@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import Quantized
 from fp8rl.training.grouped import grouped_linear
-from fp8rl.training.linear import Call, Fp8LinearFunction, Fp8State
+from fp8rl.training.linear import Call, Fp8LinearFunction, Fp8State, Link
 from fp8rl.training.weight_codes import WeightCodes
 
 
@@ -108,7 +109,7 @@ class Matrix:
             part: number of the module.
             x: ``[.., in]``; under autocast it is cast, as ``torch.nn.Linear`` does.
         """
-        weights = [whole(m.weight, f"{name}.weight") for name, m in self._modules.items()]
+        weights = self._weights()
         if len(weights) == 1:
             return self._multiply(x, weights)
         version = 0 if x.is_inference() else x._version
@@ -123,6 +124,19 @@ class Matrix:
             self._shares = None
         return share
 
+    def in_gated_mlp(self, x: torch.Tensor, link: Link, *, swiglu: bool) -> torch.Tensor:
+        """Return the product of all modules, ``[.., rows]``, for :class:`Fp8GatedMLP`.
+
+        Args:
+            x: ``[.., in]``, or gate and up side by side where ``swiglu`` is set.
+            link: between the two matrices of the MLP.
+            swiglu: multiply ``silu(gate) * up``.
+        """
+        return self._multiply(x, self._weights(), link, swiglu=swiglu)
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [whole(m.weight, f"{name}.weight") for name, m in self._modules.items()]
+
     def codes_by_name(self) -> dict[str, Quantized]:
         """Quantize the weights as they are now."""
         weights = [gathered(module.weight) for module in self._modules.values()]
@@ -134,9 +148,16 @@ class Matrix:
         if self._shares is shares:
             self._shares = None
 
-    def _multiply(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _multiply(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        link: Link | None = None,
+        *,
+        swiglu: bool = False,
+    ) -> torch.Tensor:
         training = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-        call = Call(state=self.state, fusion=False, training=training)
+        call = Call(self.state, fusion=False, training=training, link=link, swiglu=swiglu)
         return Fp8LinearFunction.apply(autocast(x), None, call, *weights)
 
 
@@ -156,6 +177,33 @@ class _Shares:
         self.of = weakref.ref(x, input_is_gone)
         self.key = key
         self.left = left
+
+
+class Fp8GatedMLP(nn.Module):
+    """A gated MLP whose SwiGLU and quantization are one kernel, forward and backward; ``convert``
+    derives a class of this one and of the module's own.
+
+    SwiGLU is computed in float32 and rounded once, as in the rollout. A forward is transformers'
+    own if it is not BF16, hooks or adapters are on the linears, or anomaly detection is on.
+    """
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        linears: list[Any] = [self.gate_proj, self.up_proj, self.down_proj]
+        if autocast(x).dtype != torch.bfloat16 or not all(map(_is_alone, linears)):
+            return super().forward(x)
+        link, (gate, _, down) = Link(), linears
+        gate_up = gate.fp8_matrix.in_gated_mlp(x, link, swiglu=False)
+        y = down.fp8_matrix.in_gated_mlp(gate_up, link, swiglu=True)
+        return y if down.bias is None else y + down.bias.to(y.dtype)
+
+
+def _is_alone(linear: Any) -> bool:
+    """Tell whether nothing would see the activation or its gradient, which the kernel keeps."""
+    watched = linear._forward_hooks or linear._forward_pre_hooks
+    watched = watched or linear._backward_hooks or linear._backward_pre_hooks
+    anomaly = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    return type(linear) is Fp8Linear and not (watched or anomaly or _has_any_global_hook())
 
 
 class Fp8Experts(Fp8Torch):

@@ -6,7 +6,7 @@ each expert as three linears; both are found.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -126,6 +126,26 @@ def sites(model: nn.Module, spec: ModelSpec, policy: PinPolicy) -> Iterator[Site
                 "which torch multiplies together; pin all experts of a layer or none."
             )
         yield _experts(name, modules, spec)
+
+
+def gated_mlps(model: nn.Module, spec: ModelSpec, fp8: Collection[str]) -> list[nn.Module]:
+    """Return the MLPs that are SwiGLU between matrices in FP8, gate and up without a bias.
+
+    Args:
+        model: as for :func:`sites`.
+        spec: of its config.
+        fp8: global HF names of the matrices in FP8.
+    """
+    if spec.value("hidden_act") not in ("silu", "swish"):
+        return []
+    modules = by_global_name(model, spec)
+    first, second = ".gate_up_proj", ".down_proj"
+    blocks = (name.removesuffix(first) for name in fp8 if name.endswith(first))
+    mlps = [modules[block] for block in blocks if f"{block}{second}" in fp8]
+    parts = ("gate_proj", "up_proj")
+    return [
+        m for m in mlps if all(getattr(m.get_submodule(p), "bias", None) is None for p in parts)
+    ]
 
 
 def by_global_name(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:

@@ -13,6 +13,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
 from fp8rl.training import linear as linear_function
 from fp8rl.training import weight_codes
+from support.fused_swiglu import spy_on_swiglu
 from support.hf import ALIGNED, RAGGED, convert_alone, hf_model, loss_of
 from support.numeric import relative_error
 
@@ -141,6 +142,38 @@ def test_shares_go_with_their_input():
     assert module.q_proj.fp8_matrix._shares is None
     with torch.inference_mode():
         assert module.v_proj(torch.ones(1, 3, 256, dtype=torch.bfloat16)).shape == (1, 3, 128)
+
+
+@pytest.mark.parametrize("shape", [ALIGNED, RAGGED], ids=["aligned", "ragged"])
+def test_swiglu_is_fused_with_its_quantization(
+    monkeypatch: pytest.MonkeyPatch, shape: dict[str, int]
+):
+    """Near what the linears give by themselves, and used where nothing watches them."""
+    model, found = hf_model(shape=shape), []
+    convert_alone(model)
+    mlp = model.model.layers[0].mlp
+    x = inputs(mlp.gate_proj)
+    grad = torch.randn_like(x)
+    fused = spy_on_swiglu(monkeypatch)
+    for watched in (False, True):
+        fused.clear()
+        if watched:
+            mlp.down_proj.register_forward_hook(lambda *_: None)
+        mlp.zero_grad()
+        x.grad = None
+        y = mlp(x)
+        y.backward(grad)
+        assert len(fused) == (0 if watched else 2)
+        found.append([y, x.grad, *(parameter.grad for parameter in mlp.parameters())])
+    for got, expected in zip(*found, strict=True):
+        # Where the activation is rounded differently its code may be the next one, of 16 in a power
+        # of two, and the code of a gradient too.
+        assert 0 < relative_error(got, expected) < 0.03
+    mlp.down_proj._forward_hooks.clear()
+    mlp(x.detach())
+    assert len(fused) == 1
+    mlp.float()(x.detach().float())  # the kernel is BF16's
+    assert len(fused) == 1
 
 
 def test_parts_that_are_not_used_have_no_part_in_the_gradient():
