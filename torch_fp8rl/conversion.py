@@ -53,8 +53,8 @@ class Conversion:
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
-        """FP8 modules by global HF name, e.g. ``model.layers.0.self_attn.qkv_proj``; the name of
-        fused linears has the first of them."""
+        """FP8 modules by global HF name, e.g. ``model.layers.0.self_attn.qkv_proj``, which is
+        ``q_proj`` here: several linears are under their fused name, as the first of them."""
         return MappingProxyType(self._modules)
 
     def weight_codes(self) -> dict[str, Quantized]:
@@ -98,7 +98,7 @@ def convert(
     gemm_backend: str | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Conversion:
-    """Let the linear layers that the recipe does not pin run in FP8.
+    """Let the linear layers of a model run in FP8, but for the recipe's pins.
 
     Parameters, their names, dtypes, hooks and state dicts stay as they are; a pinned module keeps
     its exact class. Works before or after ``fully_shard`` of whole decoder layers, DDP, the making

@@ -24,10 +24,13 @@ from fp8rl.training.weight_codes import WeightCodes
 
 
 class TorchCodes(WeightCodes):
-    """:class:`WeightCodes` that FSDP2 may free and gather again between two uses."""
+    """Codes of weights also under FSDP2, by which a weight is freed and gathered between uses."""
 
     def address(self, weight: torch.Tensor) -> int:
-        """Return the number of the weight's storage, which FSDP2 keeps, empty or filled."""
+        """Return the address of the weight's storage object, empty or filled.
+
+        FSDP2 keeps the object and gives it other memory.
+        """
         return weight.untyped_storage()._cdata
 
 
@@ -47,7 +50,7 @@ class Fp8Torch(nn.Module):
         raise NotImplementedError
 
     def drop_codes(self) -> None:
-        """Free the codes that are kept."""
+        """Free the kept codes."""
         for state in self.fp8_states():
             state.codes.drop()
 
@@ -85,7 +88,7 @@ class Fp8Linear(Fp8Torch, nn.Linear):
 
 
 class Matrix:
-    """The weights of linears that the rollout holds in one matrix, and their one product.
+    """Weights of one matrix of the rollout, in one linear or several, and their one product.
 
     A model calls q, k and v, or gate and up, one after the other with one input. The first call
     multiplies for all of them, so that the input is quantized once and blocks and groups lie where
@@ -144,7 +147,7 @@ class Matrix:
         return codes.layout.by_name(self.state.name, codes.fresh(*weights))
 
     def forget(self, shares: _Shares) -> None:
-        """Free shares that nobody has taken."""
+        """Free shares, whoever has not taken one."""
         if self._shares is shares:
             self._shares = None
 
@@ -162,7 +165,7 @@ class Matrix:
 
 
 class _Shares:
-    """Products of one input that are left for the other modules of a matrix."""
+    """Products of one input for the modules of a matrix, until each has taken its own."""
 
     def __init__(
         self, matrix: Matrix, x: torch.Tensor, key: Any, left: dict[int, torch.Tensor]
@@ -180,11 +183,11 @@ class _Shares:
 
 
 class Fp8GatedMLP(nn.Module):
-    """A gated MLP whose SwiGLU and quantization are one kernel, forward and backward; ``convert``
-    derives a class of this one and of the module's own.
+    """A gated MLP with SwiGLU and quantization in one kernel, forward and backward.
 
-    SwiGLU is computed in float32 and rounded once, as in the rollout. A forward is transformers'
-    own if it is not BF16, hooks or adapters are on the linears, or anomaly detection is on.
+    ``convert`` derives a class of this one and of the module's own. SwiGLU is computed in float32
+    and rounded once, as in the rollout. A forward is transformers' own if it is not BF16, hooks or
+    adapters are on the linears, or anomaly detection is on.
     """
 
     @torch.compiler.disable
@@ -199,7 +202,8 @@ class Fp8GatedMLP(nn.Module):
 
 
 def _is_alone(linear: Any) -> bool:
-    """Tell whether nothing would see the activation or its gradient, which the kernel keeps."""
+    """Tell whether a linear has nothing around it that would see what the kernel keeps: the
+    activation, or its gradient."""
     watched = linear._forward_hooks or linear._forward_pre_hooks
     watched = watched or linear._backward_hooks or linear._backward_pre_hooks
     anomaly = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
@@ -207,8 +211,10 @@ def _is_alone(linear: Any) -> bool:
 
 
 class Fp8Experts(Fp8Torch):
-    """Experts of transformers 5 over FP8 operands; ``convert`` derives a class of this one and of
-    the module's own."""
+    """Experts of transformers 5 over FP8 operands.
+
+    ``convert`` derives a class of this one and of the module's own.
+    """
 
     fp8_grouped: tuple[Fp8State, Fp8State]
     """States of gate and up, and of down."""
@@ -265,7 +271,7 @@ class Fp8Experts(Fp8Torch):
 
 
 def whole(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a parameter in its forward, when it must not be in pieces.
+    """Return a parameter in its forward, if it is not in pieces.
 
     Raises:
         UnsupportedError: it is a DTensor.

@@ -92,7 +92,7 @@ Site = Linears | Experts
 
 
 def sites(model: nn.Module, spec: ModelSpec, policy: PinPolicy) -> Iterator[Site]:
-    """Yield the modules of a model that run in FP8.
+    """Yield the FP8 modules of a model.
 
     Args:
         model: a model of transformers, or what wraps it.
@@ -129,7 +129,7 @@ def sites(model: nn.Module, spec: ModelSpec, policy: PinPolicy) -> Iterator[Site
 
 
 def gated_mlps(model: nn.Module, spec: ModelSpec, fp8: Collection[str]) -> list[nn.Module]:
-    """Return the MLPs that are SwiGLU between matrices in FP8, gate and up without a bias.
+    """Return the MLPs with SwiGLU between matrices in FP8, gate and up without a bias.
 
     Args:
         model: as for :func:`sites`.

@@ -271,12 +271,3 @@ def test_ragged_widths_are_told(caplog: pytest.LogCaptureFixture):
     assert len(lines) == 1 and "precision of each module" in lines[0] and not caplog.records
     convert_alone(hf_model("qwen3_moe", RAGGED))
     assert "experts" in caplog.text and "tensor_parallel_size=1" in caplog.text
-
-
-def test_linears_of_the_rollouts_matrix_share_one():
-    model = hf_model()
-    convert_alone(model)
-    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
-    assert attention.q_proj.fp8_matrix is attention.v_proj.fp8_matrix
-    assert mlp.gate_proj.fp8_matrix is mlp.up_proj.fp8_matrix is not mlp.down_proj.fp8_matrix
-    assert all(isinstance(module, Fp8Linear) for module in (attention.o_proj, mlp.down_proj))
