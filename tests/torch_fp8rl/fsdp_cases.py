@@ -6,6 +6,7 @@ batches of its own; rank 0 also trains on those of all ranks, and writes both to
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections import Counter
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8rl.errors import Fp8RLError
 from fp8rl.training import weight_codes
@@ -153,6 +155,23 @@ def in_one_process(case: Case, ranks: int, group: Any) -> dict[str, Any]:
     return {"losses": losses, "state": state, "codes": codes, "scales": cache.scales, **calls}
 
 
+def under_ddp(rank: int, ranks: int) -> list[str]:
+    """Parameters whose gradient is not the mean of what the ranks have by themselves."""
+    model = hf_model()
+    convert_alone(model)
+    by_itself = copy.deepcopy(model)
+    wrapper = DistributedDataParallel(model)  # reduces while it lives
+    loss_of(wrapper, rank).backward()
+    means = [torch.zeros_like(parameter) for parameter in by_itself.parameters()]
+    for each in range(ranks):
+        by_itself.zero_grad()
+        loss_of(by_itself, each).backward()
+        for mean, parameter in zip(means, by_itself.parameters(), strict=True):
+            mean += parameter.grad / ranks
+    pairs = zip(model.named_parameters(), means, strict=True)
+    return [name for (name, parameter), mean in pairs if not torch.equal(parameter.grad, mean)]
+
+
 def alone(first: str) -> str:
     """What a linear says that is given to ``fully_shard`` by itself."""
     model = Case().masters()
@@ -174,6 +193,7 @@ def main(out: Path, cases: dict[str, dict[str, Any]]) -> None:
     rank, ranks = join()
     first_alone = torch.distributed.new_group([0])
     found: dict[str, Any] = {first: alone(first) for first in ("convert", "shard")}
+    found["ddp"] = under_ddp(rank, ranks)
     for name, fields in cases.items():
         case = Case(**fields)
         found[name] = {"sharded": sharded(case, rank, ranks)}

@@ -67,3 +67,7 @@ def test_how_often_weights_are_quantized(ranks: list[dict], name: str):
 )
 def test_a_linear_that_is_sharded_alone_is_refused(ranks: list[dict], first: str, words: str):
     assert all(words in found[first] for found in ranks)
+
+
+def test_gradients_under_ddp_are_means(ranks: list[dict]):
+    assert [found["ddp"] for found in ranks] == [[], []]
