@@ -29,12 +29,12 @@ from rich.table import Table
 from fp8rl import PluginManager
 from fp8rl.gemm import BackendChoice
 from fp8rl.numerics import LastExpertRows
+from fp8rl.training.grouped import grouped_linear
+from fp8rl.training.layout import plain_layout
+from fp8rl.training.linear import Fp8State
+from fp8rl.training.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
 from fp8rl_bench.facts import versions
 from fp8rl_bench.layers import interleaved
-from megatron_fp8rl.export.layout import plain_layout
-from megatron_fp8rl.layers.grouped import grouped_linear
-from megatron_fp8rl.layers.linear import Fp8State
-from megatron_fp8rl.layers.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
 
 GPU = torch.device("cuda")
 Forward = Callable[[torch.Tensor], torch.Tensor]

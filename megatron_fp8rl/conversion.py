@@ -22,16 +22,17 @@ from fp8rl.listing import listed
 from fp8rl.numerics import BLOCK, GROUP, LastExpertRows, Quantized
 from fp8rl.precision_report import precision_text
 from fp8rl.recipe import Pins
+from fp8rl.training.layout import REPLICATED
+from fp8rl.training.linear import Fp8State
+from fp8rl.training.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
 from megatron_fp8rl import compat, precision_file
 from megatron_fp8rl.config_checks import check_config
 from megatron_fp8rl.export import ModelChunks, in_wrapper, path_of_adapter, unwrap_chunks
-from megatron_fp8rl.export.layout import REPLICATED
 from megatron_fp8rl.hf_names import module_names
 from megatron_fp8rl.layers import exact
-from megatron_fp8rl.layers.linear import FP8_CLASSES, Fp8Linear, Fp8Module, Fp8State, check_weight
+from megatron_fp8rl.layers.linear import FP8_CLASSES, Fp8Linear, Fp8Module, check_weight
 from megatron_fp8rl.layers.linear_modules import Site, sites, weights_of
 from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP, can_fuse
-from megatron_fp8rl.layers.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
 
 logger = logging.getLogger(__name__)
 
@@ -396,12 +397,7 @@ def weight_codes_hf(module: Any) -> dict[str, Quantized]:
         codes = state.codes.fresh(weight)
         if layout.in_place:
             codes = layout.codes_to_hf(codes)
-        if layout.aligned:
-            prefix = name.rpartition(".")[0]
-            parts = layout.split_codes(codes)
-            found |= {f"{prefix}.{part}": piece for part, piece in parts.items()}
-        else:
-            found[name] = codes
+        found |= layout.by_name(name, codes)
     return found
 
 

@@ -1,8 +1,9 @@
-"""What test_cross_engine.py compares: one weight in both engines, in the same two processes.
+"""What test_cross_engine.py compares: one weight in all engines, in the same two processes.
 
 Run as a script (see ``launch``) with OUT and the cases as JSON: for each case a real Megatron-Core
 GPT is converted, exported and observed, and what it exports goes into a real vLLM Qwen3 of the same
-tensor-parallel size. Each rank writes what it saw to ``OUT/<rank>.json``.
+tensor-parallel size, and into a model of transformers that torch trains. Each rank writes what it
+saw to ``OUT/<rank>.json``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from transformers import DeepseekV3Config, Qwen3Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import Fp8RLError
@@ -37,6 +39,9 @@ from megatron_fp8rl.testing.launch import join
 from megatron_fp8rl.testing.models import build_gpt
 from support.engine import register_model
 from support.mla import ON_A_CPU
+from torch_fp8rl import convert as convert_torch
+from torch_fp8rl import export_hf as export_torch
+from torch_fp8rl.kv import QKVObserver as QKVObserverOfTorch
 
 LAYERS, LENGTH = 3, 16
 PINS: dict[str, Any] = {"first": 1, "names": ["model.layers.1.mlp.down_proj"]}
@@ -142,9 +147,9 @@ def observed(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return observer.scales(margin=1.05)
 
 
-def fused(module: torch.nn.Module) -> Quantized:
-    """The trainer's codes as one matrix of this rank: q, k and v, or gate and up, together."""
-    pieces = list(weight_codes_hf(module).values())
+def fused(found: Mapping[str, Quantized]) -> Quantized:
+    """A trainer's codes as one matrix of this rank: q, k and v, or gate and up, together."""
+    pieces = list(found.values())
     codes = torch.cat([piece.codes.view(torch.uint8) for piece in pieces])
     return Quantized(codes, torch.cat([piece.scale_inv for piece in pieces]))
 
@@ -153,7 +158,7 @@ def differing(conversion: Conversion, model: torch.nn.Module) -> dict[str, tuple
     """Per FP8 module of the trainer: codes and scales compared, and how many are not equal."""
     counts = {}
     for name, module in conversion.modules.items():
-        live, held = model.get_submodule(name), fused(module)
+        live, held = model.get_submodule(name), fused(weight_codes_hf(module))
         codes, scales = live.weight.view(torch.uint8), live.weight_scale_inv
         assert codes.shape == held.codes.shape and scales.shape == held.scale_inv.shape, name
         wrong = (codes != held.codes).sum() + (scales != held.scale_inv).sum()
@@ -181,6 +186,65 @@ def wrong_products(case: Case, conversion: Conversion, model: torch.nn.Module) -
             wrong.append(name)
         assert not torch.equal(recipe, another), "this input does not tell the formats apart"
     return wrong
+
+
+def in_torch(
+    case: Case,
+    recipe: Recipe,
+    conversion: Conversion,
+    engine: torch.nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    scales: Mapping[str, torch.Tensor],
+) -> dict[str, Any]:
+    """What differs in a model of transformers with these weights that torch trains: pins; codes
+    from the rollout's, also after a refit with its tensors; products and gradients from
+    Megatron's."""
+    model = AutoModelForCausalLM.from_config(hf_config(case))
+    model.load_state_dict(weights, strict=False)
+    other = convert_torch(model, recipe)
+    error = refit(engine, dict(export_torch(model)) | dict(scales))
+    observer = QKVObserverOfTorch(model)
+    with torch.no_grad():
+        model(torch.arange(LENGTH).unsqueeze(0))
+    observer.close()
+    found = observer.scales(margin=1.05)
+    wrong = []
+    for name, module in other.modules.items():
+        live, held = engine.get_submodule(name), fused(module.codes_by_name())
+        if not torch.equal(live.weight.view(torch.uint8), held.codes):
+            wrong.append(f"{name}: codes")
+        if not torch.equal(live.weight_scale_inv, held.scale_inv):
+            wrong.append(f"{name}: scales")
+        megatron: Any = conversion.modules[name]
+        layout = megatron.fp8_state.codes.layout
+        parts = [f"{name.rpartition('.')[0]}.{part}" for part in layout.parts]
+        linears = [model.get_submodule(part) for part in parts]
+        torch.manual_seed(7)
+        x = torch.randn(5, linears[0].in_features)
+        grad = torch.randn(5, layout.rows)
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        y = torch.cat([linear(inputs[0]) for linear in linears], -1)
+        expected = layout.to_hf(megatron._forward_impl(inputs[1], megatron.weight), -1)
+        y.backward(grad)
+        expected.backward(grad)
+        dw = torch.cat([linear.weight.grad for linear in linears])
+        alike = {
+            "y": torch.equal(y, expected),
+            "dw": torch.equal(dw, layout.to_hf(megatron.weight.grad)),
+            # Whole blocks stay in Megatron's order there, which is that of the sum.
+            "dx": torch.allclose(inputs[0].grad, inputs[1].grad, rtol=1e-4, atol=1e-4)
+            if layout.in_place
+            else torch.equal(inputs[0].grad, inputs[1].grad),
+        }
+        wrong += [f"{name}: {what}" for what, same in alike.items() if not same]
+        megatron.weight.grad = None
+    return {
+        "error": error,
+        "scales": [name for name, scale in scales.items() if found[name] != scale],
+        "modules": sorted(other.modules),
+        "table": [(row.name, row.precision, row.reason) for row in other.policy.report()],
+        "wrong": wrong,
+    }
 
 
 def refit(
@@ -231,6 +295,8 @@ def run(case: Case, out: Path, rank: int) -> dict[str, Any]:
         parallel_state.initialize_model_parallel(case.tp)
         model_parallel_cuda_manual_seed(1)
         trainer = build_gpt(hf_config(case), dtype=torch.float32, seed=3)
+        for parameter in trainer.parameters():  # what torch rounds masters to
+            parameter.data.copy_(parameter.data.bfloat16())
         conversion = convert(trainer, recipe)
         scales = {} if case.latent else observed(trainer)
     engine, policy = vllm_model(case, recipe, folder, rank)
@@ -272,6 +338,11 @@ def run(case: Case, out: Path, rank: int) -> dict[str, Any]:
                 if kv_scale_state(engine)[layer, role] != float(scales[name])
             ],
         }
+    if case.tp == 1 and not case.latent:
+        with shim.active():
+            result["torch"] = in_torch(
+                case, recipe, conversion, engine, plain, {name: scales[name] for name in sent}
+            )
     if case.wire == "fp8":
         naive = naive_wire(plain, conversion.policy, case.weights)
         naive |= {name: scales[name] for name in sent}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError
@@ -26,6 +26,7 @@ from megatron_fp8rl.hf_names import module_names as trainer_names
 from megatron_fp8rl.testing.models import build_gpt, transformer_config
 from support.megatron import one_process
 from support.processes import run_ranks
+from torch_fp8rl import convert as convert_torch
 from vllm_fp8rl.storage.experts import MATRICES, ExpertGrids, ExpertLayout, empty_stacks, stack_of
 
 SCRIPT = Path(__file__).with_name("cross_engine_cases.py")
@@ -162,6 +163,18 @@ def test_the_resolved_tables_are_equal(ranks: list[dict], name: str):
         assert ["model.layers.1.mlp.up_proj", "fp8", ""] in trainer
 
 
+@pytest.mark.parametrize("name", ["tp1-fp32", "tp1-pow2", "tp1-fp32-ragged-codes"])
+def test_torch_holds_the_same_and_multiplies_the_same(ranks: list[dict], name: str):
+    """Codes and scales are the rollout's, products, gradients and KV scales Megatron's, although
+    transformers has q, k and v apart."""
+    for rank in ranks:
+        found = rank[name]["torch"]
+        assert found["error"] is None  # the rollout took its tensors, and holds what it held
+        assert found["wrong"] == [] and found["scales"] == []
+        assert found["modules"] == fp8_modules(name)
+        assert found["table"] == rank[name]["tables"][0]
+
+
 def test_ignore_rules_of_a_router_do_not_catch_gate_proj():
     """One list of names, matched in one way, over one vocabulary on both sides. The naive way, a
     regular expression in which ``mlp.gate.`` has three wild dots, matches ``mlp.gate_proj`` too: on
@@ -188,7 +201,7 @@ def test_ignore_rules_of_a_router_do_not_catch_gate_proj():
 
 @pytest.mark.parametrize("width", [128, 192])
 def test_experts_of_any_width_have_equal_codes(width):
-    """What the trainer multiplies with, and what the rollout's expert stacks hold after its export,
+    """What both trainers multiply with, and what the rollout's expert stacks hold after an export,
     whether BF16 or codes travel."""
     hf_config = Qwen3MoeConfig(
         vocab_size=64,
@@ -213,7 +226,8 @@ def test_experts_of_any_width_have_equal_codes(width):
             for module in conversion.modules.values()
             for name, codes in weight_codes_hf(module).items()
         }
-        streams = [dict(export_hf(gpt)), dict(fp8_wire(export_hf(gpt), conversion.policy))]
+        sent = dict(export_hf(gpt))
+        streams = [sent, dict(fp8_wire(export_hf(gpt), conversion.policy))]
     for stream in streams:
         stacks = empty_stacks(layout)
         grids = ExpertGrids(layout, stacks.__getitem__, "fp32", torch.device("cpu"), lambda: None)
@@ -228,6 +242,22 @@ def test_experts_of_any_width_have_equal_codes(width):
             assert torch.equal(rows.view(torch.uint8), held.codes.view(torch.uint8)), name
             assert torch.equal(scales, held.scale_inv), name
         assert grids.complete
+    hf = AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
+    experts = hf.model.layers[0].mlp.experts
+    for expert in range(2):
+        parts = (sent[f"{prefix}.{expert}.{leaf}_proj.weight"] for leaf in ("gate", "up", "down"))
+        gate, up, down = parts
+        experts.gate_up_proj.data[expert] = torch.cat([gate, up])
+        experts.down_proj.data[expert] = down
+    found = convert_torch(hf, Recipe()).weight_codes()
+    names = [name for name in trainer if name.startswith(prefix)]
+    assert len(names) == 6
+    for name in names:
+        same = (
+            a.view(torch.uint8).equal(b.view(torch.uint8))
+            for a, b in zip(found[name], trainer[name], strict=True)
+        )
+        assert all(same), name
 
 
 @each_case

@@ -28,7 +28,10 @@ PAPERS = {
 FOLDERS = {
     "fp8rl": "plugins/fp8rl",
     "fp8rl_bench": "fp8rl_bench",
-    **{name: name for name in ("vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext", "fp8rl_demo")},
+    **{
+        name: name
+        for name in ("vllm_fp8rl", "megatron_fp8rl", "torch_fp8rl", "nemo_rl_ext", "fp8rl_demo")
+    },
 }
 DOTTED = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})(?:\.[A-Za-z_]\w*)+(?![\w/-])")
 PATH = re.compile(

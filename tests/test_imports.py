@@ -16,6 +16,7 @@ PACKAGES = {
     "fp8rl": ROOT / "plugins" / "fp8rl",
     "vllm_fp8rl": ROOT / "vllm_fp8rl",
     "megatron_fp8rl": ROOT / "megatron_fp8rl",
+    "torch_fp8rl": ROOT / "torch_fp8rl",
     "nemo_rl_ext": ROOT / "nemo_rl_ext",
     "fp8rl_bench": ROOT / "fp8rl_bench",
     "fp8rl_demo": ROOT / "fp8rl_demo",
@@ -85,11 +86,22 @@ ENGINES = ("vllm", "megatron.core", "nemo_rl", "ray", "transformers")
             "megatron_fp8rl, megatron_fp8rl.hooks, megatron_fp8rl.testing.cpu_shim",
             ["megatron.core"],
         ),
+        (
+            "torch_fp8rl, torch_fp8rl.hooks, torch_fp8rl.conversion, torch_fp8rl.export",
+            [*ENGINES, "megatron", "vllm_fp8rl", "megatron_fp8rl"],
+        ),
         ("fp8rl_bench.command, fp8rl_bench.rollouts, fp8rl_bench.trainer", [*ENGINES, "megatron"]),
         ("nemo_rl_ext", ["torch", "pydantic", "fp8rl"]),
         ("nemo_rl_ext.hooks", [*ENGINES, "megatron", "vllm_fp8rl", "megatron_fp8rl"]),
     ],
-    ids=["vllm_fp8rl", "megatron_fp8rl", "fp8rl_bench", "nemo_rl_ext", "nemo_rl_ext.hooks"],
+    ids=[
+        "vllm_fp8rl",
+        "megatron_fp8rl",
+        "torch_fp8rl",
+        "fp8rl_bench",
+        "nemo_rl_ext",
+        "nemo_rl_ext.hooks",
+    ],
 )
 def test_importing_imports_no_engine(modules: str, without: list[str]) -> None:
     code = f"import json, sys, {modules}\nprint(json.dumps(sorted(sys.modules)))"

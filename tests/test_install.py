@@ -145,7 +145,14 @@ PAPERS = sorted(
     for pattern in READ
     for folder in (
         *("docs", "recipes", "examples", "benchmarks", "tools", "plugins"),
-        *("vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext", "fp8rl_bench", "fp8rl_demo"),
+        *(
+            "vllm_fp8rl",
+            "megatron_fp8rl",
+            "torch_fp8rl",
+            "nemo_rl_ext",
+            "fp8rl_bench",
+            "fp8rl_demo",
+        ),
     )
     for file in (ROOT / folder).rglob(pattern)
 ) + [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml")]

@@ -202,6 +202,39 @@ def test_megatron_snippets(tmp_path: Path) -> None:
     assert (tmp_path / "my-model" / "model.safetensors").is_file()
 
 
+# One process is a world of its own.
+TORCH = f"""
+from torch.distributed import FileStore, destroy_process_group, init_process_group
+
+from support.hf import hf_model, ids
+from torch_fp8rl.layers import Fp8Torch
+
+model, tokens = hf_model(num_hidden_layers=4), ids()
+names = [name for name, _ in model.named_parameters()]
+{block("torch")}
+init_process_group("gloo", store=FileStore("store", 1), rank=0, world_size=1)
+before = {{name: tensor for name, tensor in wire if name not in scales}}
+assert len(scales) == 12
+loss = model(tokens, labels=tokens).loss
+model.zero_grad()
+{block("torch-fsdp")}
+assert model(tokens, labels=tokens).loss == loss
+assert sum(isinstance(module, Fp8Torch) for module in model.modules()) > 10
+after = dict(export_hf(model))
+assert list(before) == list(after) == names
+assert all(torch.equal(before[name], after[name]) for name in names)
+destroy_process_group()
+"""
+
+
+def test_torch_snippets(tmp_path: Path) -> None:
+    write_recipe(tmp_path)
+    script = tmp_path / "trainer.py"
+    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{TORCH}", encoding="utf-8")
+    done = run_forked(script, timeout=120, **MEGATRON_ENV, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # 60 s on an idle core, most of it vLLM's compiler; it may be shared
 def test_engine_snippets(tmp_path: Path) -> None:
@@ -502,8 +535,8 @@ def test_measured_tables_are_the_measurements():
 
 def test_names_of_ours_in_the_documents_are_in_the_code():
     """Such as the workers' methods, which are called by name from another process."""
-    folders = ("plugins", "vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext", "fp8rl_bench")
-    folders += ("fp8rl_demo", "examples")
+    folders = ("plugins", "vllm_fp8rl", "megatron_fp8rl", "torch_fp8rl", "nemo_rl_ext")
+    folders += ("fp8rl_bench", "fp8rl_demo", "examples")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     code = " ".join(f"{file.stem} {file.read_text(encoding='utf-8')}" for file in files)
     known = set(re.findall(r"fp8rl_\w+", code))

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("plugins", "vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext", "fp8rl_bench", "fp8rl_demo")
+PACKAGES = (
+    *("plugins", "vllm_fp8rl", "megatron_fp8rl", "torch_fp8rl", "nemo_rl_ext"),
+    *("fp8rl_bench", "fp8rl_demo"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,7 @@ def test_every_metric_has_a_meaning(tool):
         assert f'"{name}"' in driver
     replay = (ROOT / "megatron_fp8rl" / "router_replay.py").read_text(encoding="utf-8")
     assert set(re.findall(r'"(\w+_share)":', replay)) == set(tool.REPLAY)
-    kv_cache = (ROOT / "megatron_fp8rl" / "kv" / "cache.py").read_text(encoding="utf-8")
+    kv_cache = (ROOT / "plugins" / "fp8rl" / "training" / "kv.py").read_text(encoding="utf-8")
     for name in tool.KV_CACHE:
         assert f'"{name}"' in kv_cache
 

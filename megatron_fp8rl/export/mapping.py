@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8rl.errors import CheckpointError, UnsupportedError
-from megatron_fp8rl.config_checks import unknown_attention
-from megatron_fp8rl.export.layout import (
+from fp8rl.training.layout import (
     REPLICATED,
     RowLayout,
     qkv_layout,
 )
+from megatron_fp8rl.config_checks import unknown_attention
 from megatron_fp8rl.hf_names import linear_attention_layers, shared_expert_name
 
 ModelChunks = torch.nn.Module | Sequence[torch.nn.Module]

@@ -16,7 +16,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.models.families import FUSED, SPANS, kind_of
 from fp8rl.numerics import BLOCK, mark_inf, quantize_block
 from fp8rl.recipe import ScaleFormat
-from megatron_fp8rl.export.layout import ROW_PARALLEL
+from fp8rl.training.layout import ROW_PARALLEL
 from megatron_fp8rl.export.mapping import (
     MappedParameter,
     ModelChunks,

@@ -252,7 +252,7 @@ class ExactCore(Fp8Module):
 
     exact_forward: OfForward
     exact_cache: Any = None
-    """The :class:`~megatron_fp8rl.kv.cache.LayerCache` of the layer; None before and after,
+    """The :class:`~fp8rl.training.kv.LayerCache` of the layer; None before and after,
     and for a cache of 16 bits."""
 
     def forward(

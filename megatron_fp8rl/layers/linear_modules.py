@@ -13,8 +13,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from fp8rl import PinPolicy
 from fp8rl.errors import PinError, UnsupportedError
-from megatron_fp8rl import compat
-from megatron_fp8rl.export.layout import (
+from fp8rl.training.layout import (
     REPLICATED,
     ROW_PARALLEL,
     RowLayout,
@@ -23,6 +22,7 @@ from megatron_fp8rl.export.layout import (
     plain_layout,
     qkv_layout,
 )
+from megatron_fp8rl import compat
 from megatron_fp8rl.hf_names import STEM, WRAPPED_STEM, joint_name, shared_expert_name
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")

@@ -9,8 +9,6 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
 from fp8rl.kernels import implementation
-from fp8rl.numerics import Quantized
-from fp8rl.recipe import ScaleFormat
 
 
 def normalize(module: Any, x: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
@@ -38,25 +36,6 @@ def normalize(module: Any, x: torch.Tensor, *, exact: bool = False) -> torch.Ten
     if module.normalization == "RMSNorm":
         return rms_norm(x, shape, weight, eps).to(dtype)
     return layer_norm(x, shape, weight, module.layer_norm_bias.to(x.dtype), eps).to(dtype)
-
-
-def normalized_operand(
-    x: Tensor, weight: Tensor, epsilon: float, scale_format: ScaleFormat
-) -> Quantized:
-    """Quantize what :class:`SharedRMSNorm` returns, in one kernel, with the bits of two.
-
-    Args:
-        x: ``[rows, hidden]``.
-        weight: ``[hidden]``.
-        epsilon: as in the model's config.
-        scale_format: of the codes.
-
-    Returns:
-        Rowwise side of :func:`fp8rl.numerics.quantize_operand`.
-    """
-    kernels = implementation(x, "norm")
-    codes, scales, _ = kernels.rms_norm_quantize(x, None, weight, epsilon, scale_format)
-    return Quantized(codes, scales.t()[: len(x)])
 
 
 class SharedRMSNorm(torch.autograd.Function):

@@ -15,7 +15,8 @@ from megatron.core.transformer.mlp import MLP
 from torch.nn.modules.module import _has_any_global_hook
 
 from fp8rl.errors import UnsupportedError
-from megatron_fp8rl.layers.linear import Fp8Module, Link
+from fp8rl.training.linear import Link
+from megatron_fp8rl.layers.linear import Fp8Module
 
 
 class Fp8SwigluMLP(Fp8Module, MLP):

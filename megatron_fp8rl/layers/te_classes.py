@@ -29,8 +29,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from fp8rl.errors import UnsupportedError
-from megatron_fp8rl.layers.grouped import grouped_linear
-from megatron_fp8rl.layers.linear import Call, Fp8Linear, check_weight, fp8_linear
+from fp8rl.training.grouped import grouped_linear
+from fp8rl.training.linear import Call
+from megatron_fp8rl.layers.linear import Fp8Linear, check_weight, fp8_linear
 from megatron_fp8rl.layers.linear_modules import weights_of
 from megatron_fp8rl.layers.norms import normalize
 
@@ -165,11 +166,14 @@ class _Fp8TEGroupedLinear(Fp8Linear):
         biases = None
         if module.use_bias:
             biases = [getattr(module, f"bias{i}") for i in range(module.num_gemms)]
+        weights = weights_of(module)
+        for expert, weight in zip(self.fp8_state.experts, weights, strict=True):
+            check_weight(expert, weight)
         # The token dispatcher communicates between experts.
         y = grouped_linear(
             x,
             [int(tokens) for tokens in m_splits],
-            weights_of(module),
+            weights,
             biases if module.apply_bias else None,
             self.fp8_state,
             fusion=module.fuse_wgrad_accumulation,

@@ -202,11 +202,11 @@ def test_vllms_layer_and_megatrons_have_equal_bits(
     pytest.importorskip("vllm")
     from fp8rl import PluginManager, Recipe
     from fp8rl.numerics import quantize_block
+    from fp8rl.training.grouped import grouped_linear
+    from fp8rl.training.layout import plain_layout
+    from fp8rl.training.linear import Fp8State
+    from fp8rl.training.weight_codes import WeightCodes, WeightEpoch
     from megatron_fp8rl import convert
-    from megatron_fp8rl.export.layout import plain_layout
-    from megatron_fp8rl.layers.grouped import grouped_linear
-    from megatron_fp8rl.layers.linear import Fp8State
-    from megatron_fp8rl.layers.weight_codes import WeightCodes, WeightEpoch
     from vllm_fp8rl.quantization.exact_experts import ExactMoEMethod
 
     monkeypatch.setattr(

@@ -14,9 +14,10 @@ pytest.importorskip("megatron.core")
 
 from fp8rl.gemm import BackendChoice, GemmBackend, GemmShape, builtin_backends
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
-from megatron_fp8rl.export.layout import RowLayout, plain_layout, qkv_layout
-from megatron_fp8rl.layers.linear import Call, Fp8State, fp8_linear
-from megatron_fp8rl.layers.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
+from fp8rl.training.layout import RowLayout, plain_layout, qkv_layout
+from fp8rl.training.linear import Call, Fp8State
+from fp8rl.training.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
+from megatron_fp8rl.layers.linear import fp8_linear
 from support.numeric import relative_error
 
 GPU = torch.device("cuda")

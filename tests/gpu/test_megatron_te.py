@@ -277,8 +277,8 @@ def test_the_norm_of_a_zero_centered_weight_is_transformer_engines():
 
 def _swap_alone(layer: Any, kind: str) -> None:
     """Convert one layer by the same code that converts a model."""
+    from fp8rl.training.layout import plain_layout
     from megatron_fp8rl.conversion import _check, _swap, prepare
-    from megatron_fp8rl.export.layout import plain_layout
     from megatron_fp8rl.layers.linear_modules import Site
 
     layout = plain_layout("o_proj", 768)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8rl.numerics import reference
-from megatron_fp8rl.layers import linear
+from fp8rl.training import linear
 from support.numeric import relative_error
 
 FUSED = ("quantize_swiglu", "quantize_swiglu_grad")

@@ -26,12 +26,12 @@ from fp8rl import PluginManager, Recipe
 from fp8rl.gemm import BackendChoice, ReferenceBackend
 from fp8rl.numerics import Quantized
 from fp8rl.recipe import Pins
+from fp8rl.training import weight_codes
+from fp8rl.training.layout import RowLayout
+from fp8rl.training.linear import Fp8State
+from fp8rl.training.weight_codes import WeightCodes, WeightEpoch
 from megatron_fp8rl import Conversion, convert
 from megatron_fp8rl.export import load_hf
-from megatron_fp8rl.export.layout import RowLayout
-from megatron_fp8rl.layers import weight_codes
-from megatron_fp8rl.layers.linear import Fp8State
-from megatron_fp8rl.layers.weight_codes import WeightCodes, WeightEpoch
 from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
 from megatron_fp8rl.testing.models import build_gpt
 

@@ -33,8 +33,14 @@ def multiply_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """
     missing = _FEWEST - len(x)
     if missing <= 0:
-        return x @ w.t()
-    return (torch.nn.functional.pad(x, (0, 0, 0, missing)) @ w.t())[: len(x)]
+        return _matmul(x, w.t())
+    return _matmul(torch.nn.functional.pad(x, (0, 0, 0, missing)), w.t())[: len(x)]
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Multiply in the dtype of ``a``, also where autocast would take another."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
 
 
 class ReferenceBackend:
@@ -55,7 +61,7 @@ class ReferenceBackend:
 
     def dgrad(self, grad: Quantized, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
         w = dequantize_block(w_t.codes.t(), w_t.scale_inv.t())
-        return (dequantize_group(*grad) @ w).to(dtype)
+        return _matmul(dequantize_group(*grad), w).to(dtype)
 
     def wgrad(
         self,
@@ -64,7 +70,7 @@ class ReferenceBackend:
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        product = (dequantize_group(*grad_t) @ dequantize_group(*x_t).t()).to(dtype)
+        product = _matmul(dequantize_group(*grad_t), dequantize_group(*x_t).t()).to(dtype)
         return product if out is None else out.add_(product)
 
     def supports_grouped(

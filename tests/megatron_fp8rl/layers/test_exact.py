@@ -23,6 +23,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.kernels import head
 from fp8rl.kernels.rotary_table import inverse_frequencies
 from fp8rl.kv_scales import scale_names
+from fp8rl.training.linear import Call
 from megatron_fp8rl import compat, convert
 from megatron_fp8rl.conversion import adopt, prepare
 from megatron_fp8rl.kv.cache import KVCacheInTraining
@@ -37,7 +38,7 @@ from megatron_fp8rl.layers.exact import (
     _frequencies,
     exact_class,
 )
-from megatron_fp8rl.layers.linear import Call, Fp8Linear, fp8_linear
+from megatron_fp8rl.layers.linear import Fp8Linear, fp8_linear
 from megatron_fp8rl.testing.models import build_gpt
 from support.attention import causal_attention
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import BackendChoice, ReferenceBackend
 from fp8rl.numerics import dequantize_group, quantize_group
-from megatron_fp8rl.export.layout import RowLayout, gate_up_layout, plain_layout
-from megatron_fp8rl.layers.grouped import grouped_linear
-from megatron_fp8rl.layers.linear import Call, Fp8State, fp8_linear
-from megatron_fp8rl.layers.weight_codes import KeepingCodes
+from fp8rl.training.grouped import grouped_linear
+from fp8rl.training.layout import RowLayout, gate_up_layout, plain_layout
+from fp8rl.training.linear import Call, Fp8State
+from fp8rl.training.weight_codes import KeepingCodes
+from megatron_fp8rl.layers.linear import fp8_linear
 from support.megatron import Recording, fp8_states
 
 OUT, IN = 96, 160

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import BackendChoice, ReferenceBackend
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
-from megatron_fp8rl.export.layout import RowLayout, plain_layout, qkv_layout
-from megatron_fp8rl.layers.linear import FP8_CLASSES, Fp8State
-from megatron_fp8rl.layers.weight_codes import WeightCodes, WeightEpoch
+from fp8rl.training.layout import RowLayout, plain_layout, qkv_layout
+from fp8rl.training.linear import Fp8State
+from fp8rl.training.weight_codes import WeightCodes, WeightEpoch
+from megatron_fp8rl.layers.linear import FP8_CLASSES
 from support.megatron import Recording
 from support.numeric import relative_error
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from fp8rl.errors import UnsupportedError
-from megatron_fp8rl.layers.linear import Link
+from fp8rl.training.linear import Link
 from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.models import build_gpt
 from support.fused_swiglu import Calls, spy_on_swiglu

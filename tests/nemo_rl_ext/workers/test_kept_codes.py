@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from fp8rl.training.weight_codes import WeightEpoch
 from megatron_fp8rl.conversion import Conversion
-from megatron_fp8rl.layers.weight_codes import WeightEpoch
 from megatron_fp8rl.testing.models import build_gpt
 from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers.kept_codes import GIB, DeviceMemory, KeptCodes

@@ -25,14 +25,15 @@ from fp8rl.errors import CheckpointError, ScaleError
 from fp8rl.gemm import BackendChoice, builtin_backends
 from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
+from fp8rl.training.layout import plain_layout
+from fp8rl.training.linear import Call, Fp8State
+from fp8rl.training.weight_codes import WeightCodes, WeightEpoch
 from megatron_fp8rl import weight_codes_hf
 from megatron_fp8rl.export import export_hf, load_hf
-from megatron_fp8rl.export.layout import plain_layout
 from megatron_fp8rl.kv.cache import KVCacheInTraining
 from megatron_fp8rl.kv.observers import QKVObserver
-from megatron_fp8rl.layers.linear import Call, Fp8State, fp8_linear
+from megatron_fp8rl.layers.linear import fp8_linear
 from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
-from megatron_fp8rl.layers.weight_codes import WeightCodes, WeightEpoch
 from megatron_fp8rl.testing.cpu_shim import CpuShim
 from megatron_fp8rl.testing.launch import join
 from megatron_fp8rl.testing.local_spec import completed_local_spec

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fp8rl.numerics import dequantize_block, quantize_block
-from megatron_fp8rl.export.layout import plain_layout, qkv_layout
-from megatron_fp8rl.layers import weight_codes
-from megatron_fp8rl.layers.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
+from fp8rl.training import weight_codes
+from fp8rl.training.layout import plain_layout, qkv_layout
+from fp8rl.training.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
 from support.devices import DEVICE, Device, assert_same, needs_kernels
 
 

@@ -25,19 +25,13 @@ from fp8rl.numerics import (
     row_alignment,
     stream_of,
 )
-from megatron_fp8rl.layers.linear import (
-    Fp8State,
-    check_main_grad,
-    check_weight,
-    hand_over,
-    main_grad_of,
-)
+from fp8rl.training.linear import Fp8State, check_main_grad, hand_over, main_grad_of
 
 
 def grouped_linear(
     x: torch.Tensor,
     splits: Sequence[int],
-    weights: Sequence[torch.nn.Parameter],
+    weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor] | None,
     state: Fp8State,
     *,
@@ -57,15 +51,13 @@ def grouped_linear(
         ``[tokens, out]`` in the dtype of ``x``.
 
     Raises:
-        UnsupportedError: the splits do not add up, or a weight is not served.
+        UnsupportedError: the splits do not add up.
     """
     if len(splits) != len(weights) or sum(splits) != len(x):
         raise UnsupportedError(
             f"'{state.name}' got {len(x)} tokens in {len(splits)} runs of {sum(splits)} for "
             f"{len(weights)} experts; give one run for each expert."
         )
-    for expert, weight in zip(state.experts, weights, strict=True):
-        check_weight(expert, weight)
     call = _GroupedCall(state, fusion, torch.is_grad_enabled(), tuple(splits))
     return _Fp8GroupedFunction.apply(x, call, *weights, *(biases or ()))
 
@@ -87,8 +79,10 @@ class _GroupedCall:
             x, expert_rows, self.state.activation_format, rowwise=rowwise, columnwise=columnwise
         )
 
-    def backend(self, direction: Direction, weight: torch.Tensor) -> GroupedBackend:
-        shape = GroupedShape(self.splits, weight.shape[0], weight.shape[1], weight.dtype)
+    def backend(
+        self, direction: Direction, weight: torch.Tensor, dtype: torch.dtype
+    ) -> GroupedBackend:
+        shape = GroupedShape(self.splits, weight.shape[0], weight.shape[1], dtype)
         return self.state.backends.pick_grouped(weight.device, shape, self.state.name, direction)
 
 
@@ -121,7 +115,7 @@ class _Fp8GroupedFunction(torch.autograd.Function):
         kept = () if for_wgrad is None else for_wgrad[:2]
         ctx.save_for_backward(*weights, *kept)
         codes = call.state.codes
-        backend = call.backend("fprop", weights[0])
+        backend = call.backend("fprop", weights[0], x.dtype)
         y = backend.grouped_fprop(operand, codes.rowwise(*weights, training=bool(trained)), x.dtype)
         _check_rows(y, call, backend)
         if not codes.layout.in_place:
@@ -136,7 +130,8 @@ class _Fp8GroupedFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _GroupedCall = ctx.call
         experts, grad = len(call.splits), grads[0]
-        weights, saved = ctx.saved_tensors[:experts], ctx.saved_tensors[experts:]
+        tensors = ctx.saved_tensors  # once: activation checkpointing refuses a second look
+        weights, saved = tensors[:experts], tensors[experts:]
         need_x, _, *needed = ctx.needs_input_grad
         wanted = [expert for expert in range(experts) if needed[expert]]
         for expert in wanted:
@@ -165,7 +160,7 @@ class _Fp8GroupedFunction(torch.autograd.Function):
                 reordered = codes.layout.to_hf(grad, -1)
                 operand, _ = call.quantize(reordered, expert_rows, rowwise=True, columnwise=False)
             assert operand is not None
-            backend = call.backend("dgrad", weights[0])
+            backend = call.backend("dgrad", weights[0], ctx.x_dtype)
             grad_x = backend.grouped_dgrad(operand, codes.columnwise(*weights), ctx.x_dtype)
             _check_rows(grad_x, call, backend)
         products: dict[int, torch.Tensor] = {}
@@ -173,7 +168,7 @@ class _Fp8GroupedFunction(torch.autograd.Function):
             assert grad_t is not None
             codes_t, scale_inv_t = saved
             x_t = GroupedColumns(codes_t, scale_inv_t, expert_rows)
-            products = _weight_grads(call, grad_t, x_t, weights, ctx.main_grads)
+            products = _weight_grads(call, grad_t, x_t, ctx.x_dtype, weights, ctx.main_grads)
         handed = _hand_over(ctx.main_grads, weights, wanted, products)
         return grad_x, None, *handed, *grad_biases
 
@@ -196,6 +191,7 @@ def _weight_grads(
     call: _GroupedCall,
     grad_t: GroupedColumns,
     x_t: GroupedColumns,
+    dtype: torch.dtype,
     weights: Sequence[torch.Tensor],
     main_grads: Sequence[torch.Tensor | None],
 ) -> dict[int, torch.Tensor]:
@@ -206,7 +202,7 @@ def _weight_grads(
     # One kernel adds to gradients of one dtype; where only some experts have any, none is added to.
     out = [t for t in totals if t is not None] if len(dtypes) == 1 and None not in dtypes else None
     direction: Direction = "wgrad_add" if out and out[0].dtype == torch.float32 else "wgrad"
-    backend = call.backend(direction, weights[0])
+    backend = call.backend(direction, weights[0], dtype)
     if out is not None:
         backend.grouped_wgrad(grad_t, x_t, out[0].dtype, out)
         return {}

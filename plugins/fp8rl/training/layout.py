@@ -131,14 +131,26 @@ class RowLayout:
         rows = self.to_hf(codes.codes.view(torch.uint8)).view(codes.codes.dtype)
         return Quantized(rows, blocks.to_hf(codes.scale_inv))
 
-    def split_codes(self, codes: Quantized) -> dict[str, Quantized]:
-        """Cut codes in HF's order into HF tensors; needs :attr:`aligned`."""
+    def by_name(self, name: str, codes: Quantized) -> dict[str, Quantized]:
+        """Cut codes in HF's order into those of each HF module.
+
+        Args:
+            name: global HF name of the module, a fused one (``..qkv_proj``) for several parts.
+            codes: of the whole matrix.
+
+        Returns:
+            Codes by global name, each on its own grid; where parts do not start on block
+            boundaries (:attr:`aligned`), the whole matrix under ``name``.
+        """
+        if not self.aligned:
+            return {name: codes}
+        prefix = name.rpartition(".")[0]
         if len(self.parts) == 1:
-            return {self.parts[0]: codes}
+            return {f"{prefix}.{self.parts[0]}": codes}
         blocks = [n // BLOCK[0] for n in self._hf_rows]
         pieces = zip(codes.codes.split(self._hf_rows), codes.scale_inv.split(blocks), strict=True)
         return {
-            part: Quantized(rows[:count], scale_inv)
+            f"{prefix}.{part}": Quantized(rows[:count], scale_inv)
             for (part, count), (rows, scale_inv) in zip(self.part_rows.items(), pieces, strict=True)
         }
 

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8rl.numerics import Addresses, Operand, Quantized, quantize_weight, quantize_weights
 from fp8rl.recipe import ScaleFormat
-from megatron_fp8rl.export.layout import RowLayout
+from fp8rl.training.layout import RowLayout
 
 logger = logging.getLogger(__name__)
 
@@ -104,15 +104,15 @@ class WeightCodes:
     """The codes of the weights of one module, in HF row order, or in Megatron's where the blocks
     are the same.
 
-    If one weight of a module with several (experts) has changed, all codes are made anew in one
-    launch.
+    If one weight of several has changed, all codes are made anew in one launch.
 
     Args:
         layout: row order of each weight; blocks lie on the HF order.
         scale_format: format of the scales of the 128x128 blocks.
         epoch: shared by all weights of a conversion; it also says whether codes are kept.
-        stacked: hold the codes of all weights as one stack ``[experts, ..]``; without it the
-            module has one weight.
+        stacked: hold the codes of all weights as one stack ``[experts, ..]``; without it several
+            weights are the rows of one matrix.
+        dtype: dtype to which weights are rounded before they are quantized; None: their own.
     """
 
     def __init__(
@@ -122,11 +122,13 @@ class WeightCodes:
         epoch: WeightEpoch,
         *,
         stacked: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.layout = layout
         self.scale_format = scale_format
         self._epoch = epoch
         self._stacked = stacked
+        self._dtype = dtype
         self._addresses = Addresses()
 
     def drop(self) -> None:
@@ -142,7 +144,7 @@ class WeightCodes:
 
         Args:
             weights: ``[layout.rows, K]`` each, in Megatron's row order; rows behind these have no
-                codes.
+                codes. Several without ``stacked`` have ``layout.rows`` rows together.
             training: whether :meth:`columnwise` will be called too, so that one read makes both.
 
         Returns:
@@ -172,23 +174,20 @@ class WeightCodes:
             self._epoch.kept[self] = key, codes
         return _present(codes.columnwise)
 
-    def fresh(self, weight: torch.Tensor) -> Quantized:
-        """Return the codes ``[rows, K]`` of one weight as it is now, and keep nothing.
+    def fresh(self, *weights: torch.Tensor) -> Quantized:
+        """Return the codes ``[rows, K]`` of one matrix as it is now, and keep nothing.
 
         Callers outside of a forward may see weights that a distributed optimizer has not gathered
         yet; those codes must not stay.
         """
-        rows = self._in_hf_order(weight)
+        (rows,) = self._matrices(weights)
         made = _present(quantize_weight(rows, self.scale_format, columnwise=False).rowwise)
-        return Quantized(made.codes[:, : weight.shape[1]].contiguous(), made.scale_inv)
+        return Quantized(made.codes[:, : rows.shape[1]].contiguous(), made.scale_inv)
 
     def _make(
         self, weights: Sequence[torch.Tensor], *, rowwise: bool = False, columnwise: bool = False
     ) -> Operand:
-        rows = weights
-        # Experts are many: a view of each would take the host as long as all that follows.
-        if not self.layout.in_place or len(weights[0]) != self.layout.rows:
-            rows = [self._in_hf_order(weight) for weight in weights]
+        rows = self._matrices(weights)
         if self._stacked:
             return quantize_weights(
                 rows,
@@ -200,15 +199,31 @@ class WeightCodes:
         return quantize_weight(rows[0], self.scale_format, rowwise=rowwise, columnwise=columnwise)
 
     def _kept(self, weights: Sequence[torch.Tensor]) -> tuple[_Key, Operand]:
-        """Return what tells these weights from later ones, and the codes that are kept of them."""
-        epoch = self._epoch.value
-        key = tuple((weight.data_ptr(), weight._version, epoch) for weight in weights)
+        """Return the key of these weights, and the codes that are kept of them."""
+        key = self.key(weights)
         of, codes = self._epoch.kept.get(self, (None, None))
         return key, codes if codes is not None and of == key else Operand(None, None)
 
-    def _in_hf_order(self, weight: torch.Tensor) -> torch.Tensor:
-        rows = weight.detach()[: self.layout.rows]
-        return rows if self.layout.in_place else self.layout.to_hf(rows)
+    def key(self, weights: Sequence[torch.Tensor]) -> _Key:
+        """Return what tells these weights from what they become later."""
+        epoch = self._epoch.value
+        return tuple((self.address(weight), weight._version, epoch) for weight in weights)
+
+    def address(self, weight: torch.Tensor) -> int:
+        """Return a number that changes when a weight gets other memory."""
+        return weight.data_ptr()
+
+    def _matrices(self, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the matrices to quantize: one for each expert, else one alone."""
+        if self._dtype is not None and weights[0].dtype != self._dtype:
+            weights = [weight.detach().to(self._dtype) for weight in weights]
+        if len(weights) > 1 and not self._stacked:
+            weights = [torch.cat([weight.detach() for weight in weights])]
+        # Experts are many: a view of each would take the host as long as all that follows.
+        if self.layout.in_place and len(weights[0]) == self.layout.rows:
+            return weights
+        rows = (weight.detach()[: self.layout.rows] for weight in weights)
+        return [each if self.layout.in_place else self.layout.to_hf(each) for each in rows]
 
 
 def _present(side: Quantized | None) -> Quantized:

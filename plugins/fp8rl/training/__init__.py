@@ -1,0 +1,1 @@
+"""What FP8 trainers of every engine share: row orders, codes of weights, FP8 products."""
