@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8rl.errors import OptionError, PinError
+from fp8rl.errors import OptionError
 from support.command import engines, run, run_main, table_rows
 
 
@@ -31,11 +31,6 @@ def test_pins_with_pins_of_plugins(install, monkeypatch, capsys):
     install(code + "def register_pins(module_names): return Pins(first=1)", name="pinner")
     code, out, _ = run_main(monkeypatch, capsys, "pins", "--layers", "2")
     assert "o_proj (first: 1)" in table_rows(out)["0"][1]
-
-
-def test_a_pin_that_matches_nothing():
-    result = run(engines(), "pins", "--recipe", '{"pins": {"layers": [7]}}', "--layers", "5")
-    assert isinstance(result.exception, PinError)
 
 
 def moe_names() -> list[str]:
@@ -61,15 +56,6 @@ def test_pins_takes_names_from_the_weights(tmp_path, kind):
     assert list(rows) == ["outside", "2", "10"]
     assert rows["10"] == ("experts", "")
     assert rows["2"] == ("experts", "router (always: router)")
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_pins_takes_the_layers_from_the_config(tmp_path, nested):
-    config = {"num_hidden_layers": 4}
-    config = {"text_config": config} if nested else config
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    result = run(engines(), "pins", str(tmp_path), "--recipe", '{"pins":{"first":1}}')
-    assert {"outside", "0", "1-3"} == set(table_rows(result.stdout))
 
 
 def test_pins_knows_the_names_of_a_mixture_by_its_config(tmp_path):

@@ -67,10 +67,6 @@ def test_a_dense_model_of_another_type_is_no_llama(kind: str) -> None:
             _ = spec.names
 
 
-def test_a_config_without_a_type_counts_as_llama() -> None:
-    assert ModelSpec.of({"num_hidden_layers": 2}).family is families.LLAMA
-
-
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("side", ["rollout", "training"])
 def test_what_a_side_does_not_serve_is_named(family: families.Family, side: str) -> None:
