@@ -19,7 +19,6 @@ from support.engine import FUSED, Engine, keep_process_groups, start_engine
 from vllm_fp8rl.refit import drop_requests
 
 LAYERS = 2
-ROLES = ("q", "k", "v")
 SHAPE: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 128,
