@@ -128,9 +128,7 @@ def test_pins_are_global_under_virtual_pipeline_stages():
 
 
 def test_the_table_is_true_of_every_module_and_tells_of_lost_pins(tmp_path):
-    """Class and storage of each weight, against its row. The naive way forwards a part of the
-    settings (NeMo RL did not pass ``first_last_layers_bf16`` on) or counts the layers of one stage:
-    either gives another table, which is compared with the saved one."""
+    """Class and storage of each weight, against its row."""
     gpt = _gpt(layers=4)
     conversion = convert_alone(
         gpt, pinned(first=1, last=1, names=("model.layers.1.mlp.down_proj",))

@@ -121,9 +121,7 @@ def test_routers_stay_bf16_and_codes_are_those_of_the_export(monkeypatch):
 
 
 def test_experts_of_any_width_have_the_codes_of_the_rollout():
-    """768 rows of gate and up over 4 ranks are 192. vLLM's kernels begin each of both with a block
-    of its own. The naive way, blocks over ``[gate; up]`` as in a dense MLP, has the last 64 rows of
-    gate and all of up on other blocks."""
+    """768 rows of gate and up over 4 ranks are 192."""
     config = moe(3, moe_intermediate_size=192)
     gpt = build_gpt(config, dtype=torch.float32)
     conversion = _convert(gpt)
