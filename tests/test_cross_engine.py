@@ -163,9 +163,7 @@ def test_the_resolved_tables_are_equal(ranks: list[dict], name: str):
 
 
 def test_ignore_rules_of_a_router_do_not_catch_gate_proj():
-    """One list of names, matched in one way, over one vocabulary on both sides. The naive way, a
-    regular expression in which ``mlp.gate.`` has three wild dots, matches ``mlp.gate_proj`` too: on
-    the side that uses it the dense MLP of layer 1 is left in BF16, on the other it is not."""
+    """One list of names, matched in one way, over one vocabulary on both sides."""
     config = {"num_experts": 2, "mlp_only_layers": [1], "norm_topk_prob": True}
     hf_config = Qwen3MoeConfig(num_hidden_layers=3, **config)
     every_second = Qwen3MoeConfig(num_hidden_layers=4, decoder_sparse_step=2, **config)

@@ -199,10 +199,7 @@ def test_every_model_is_built_without_the_norm_of_queries(
 
 
 def test_workers_that_train_in_bf16_keep_the_model_and_rollouts_alone_have_it_observed() -> None:
-    """A frozen teacher (`on_policy_distillation`) has a copy of the policy's section.
-
-    Naively it would be converted by the pins of another model, and nothing would tell.
-    """
+    """A frozen teacher (`on_policy_distillation`) has a copy of the policy's section."""
     plain: dict[str, Any] = {"training": False}
     own = plain | {"kv_cache": {"in_training": False}}
     for worker, observed, cache in (

@@ -83,8 +83,7 @@ def test_fp8rl_holds_the_same_codes_and_scales_as_from_the_checkpoint(
 
 
 def test_stock_vllm_loads_it(engine, out, monkeypatch):
-    """vLLM's own method ``fp8`` with every tensor in place. Its kernel on a CPU needs AMX and packs
-    the weights, so a product of the dequantized weight stands in for it."""
+    """vLLM's own method ``fp8`` with every tensor in place."""
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel as Kernel
 
     def product(self, layer, x, bias=None):

@@ -352,8 +352,7 @@ def test_a_recipe_that_the_model_s_config_loses(method):
     ],
 )
 def test_a_checkpoint_without_a_tensor(moe_engine, checkpoints, tmp_path, kind, missing):
-    """vLLM itself would serve uninitialised memory: it checks unquantized models only. Each kind of
-    tensor beside the FP8 layers; a tied output projection has the embedding's."""
+    """vLLM itself would serve uninitialised memory: it checks unquantized models only."""
     recipe = Recipe(kv_cache=KVCache(dtype="auto"))
     if kind == "dense":
         source, recipe = checkpoints["a"], Recipe.from_dict({"pins": {"last": 1}})
