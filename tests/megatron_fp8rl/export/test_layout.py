@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +10,6 @@ from fp8rl.numerics import quantize_block
 from megatron_fp8rl.export.layout import (
     RowLayout,
     delta_net_layout,
-    gate_up_layout,
-    plain_layout,
     qkv_layout,
 )
 
@@ -75,21 +72,3 @@ def test_ranks_cut_each_matrix_of_a_gated_delta_net():
     cut = {f"in_proj_qkv ({name})": rows for name, rows in (("q", 96), ("k", 96), ("v", 320))}
     assert layout.section_rows == {**cut, "in_proj_z": 320}
     assert qkv_layout(4, 2, 64).section_rows == qkv_layout(4, 2, 64).part_rows
-
-
-@pytest.mark.parametrize(
-    ("layout", "in_place", "aligned"),
-    [
-        (qkv_layout(2, 2, 128), True, True),
-        (qkv_layout(4, 2, 64), False, True),
-        (qkv_layout(4, 2, 96), False, False),
-        (qkv_layout(3, 1, 64), True, False),  # one group is in HF's order already
-        (gate_up_layout(256), True, True),
-        (gate_up_layout(192), True, False),
-        (gate_up_layout(192, apart=True), False, True),
-        (gate_up_layout(256, apart=True), True, True),
-        (plain_layout("o_proj", 100), True, True),
-    ],
-)
-def test_what_the_widths_allow(layout: RowLayout, in_place: bool, aligned: bool):
-    assert (layout.in_place, layout.aligned) == (in_place, aligned)

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.transformer.module import Float16Module
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -160,20 +158,6 @@ def test_stream_reads_each_parameter_when_its_turn_comes(mcore):
     assert len(late) == 9 and all((tensor == 7).all() for tensor in late)
 
 
-@pytest.mark.parametrize("ddp", [False, True])
-def test_wrapped_models(mcore, ddp):
-    config = CONFIGS["qwen3-head64-tied"]
-    expected = hf_tensors(config, torch.bfloat16)
-    gpt = build_gpt(config)
-    model = Float16Module(gpt.config, gpt)
-    if ddp:
-        model = DistributedDataParallel(
-            config=gpt.config, ddp_config=DistributedDataParallelConfig(), module=model
-        )
-    load_hf([model], expected)
-    assert_same(export_hf(model), expected)
-
-
 def test_padded_vocabulary(mcore):
     config = CONFIGS["llama"]
     expected = hf_tensors(config, torch.bfloat16)
@@ -275,30 +259,6 @@ def test_norms_fused_into_linear_layers(mcore):
             linear.layer_norm_weight = getattr(parent, norm).weight
             setattr(parent, norm, torch.nn.Identity())
     assert_same(export_hf(model), expected)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "gemma3"}, "modules of 'gemma3' are not known"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-            r"rope_parameters\.rope_type is 'yarn'",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 2}},
-            r"rope_parameters\.low_freq_factor is 2, .*; set it to 1,",
-        ),
-        ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
-    ],
-)
-def test_builder_refuses_what_it_cannot_express(mcore, change, message):
-    config = LlamaConfig(**SMALL)
-    for key, value in change.items():
-        setattr(config, key, value)
-    with pytest.raises(UnsupportedError, match=message):
-        build_gpt(config)
 
 
 # ---- codes on the wire
