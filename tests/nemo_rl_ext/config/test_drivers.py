@@ -153,16 +153,9 @@ NOT_BY_DTENSOR = "'policy.megatron_cfg.enabled' true"
             "'teachers[1].megatron_cfg.fp8rl' has no effect",
         ),
         ("ppo", {"value.megatron_cfg.fp8rl": {}}, "the value model stays in BF16; move it to"),
-        ("grpo", {"env.reward_model.fp8rl": {}}, "reward_model.fp8rl' has no effect in run_grpo"),
         ("grpo", {"policy.draft.fp8rl": {}}, "'policy.draft.fp8rl' has no effect"),
         ("eval", {"fp8rl": {}}, "is set, but no section uses it; run_eval.py serves none"),
-        ("sft", {"fp8rl": {}}, "interpolate the recipe into 'policy.megatron_cfg.fp8rl'."),
         ("grpo", {"loss_fn.fp8rl_guard": {}}, "fp8rl_guard' is set, but no section uses it"),
-        (
-            "grpo",
-            {"policy.generation.vllm_kwargs.additional_config.fp8rl": {}},
-            "is set, but no section uses it; interpolate the recipe into",
-        ),
         (
             "sft",
             {TRAINER: {"pins": {"first": 1}}, "fp8rl": {"pins": {"first": 2}}},
@@ -171,7 +164,6 @@ NOT_BY_DTENSOR = "'policy.megatron_cfg.enabled' true"
         # Settings that nobody acts on.
         ("sft", {TRAINER: {"rollout": True}}, "rollout' has no effect: run_sft"),
         ("dpo", {TRAINER: {"kv_cache": {"margin": 2.0}}}, "kv_cache' has no effect"),
-        ("sft", {TRAINER: HIGH}, "importance_sampling' has no effect"),
         (
             "grpo",
             {TRAINER: {"rollout": True}, "loss_fn.fp8rl": {"rollout": True}},

@@ -101,13 +101,6 @@ def test_the_list_is_what_the_patches_rely_on() -> None:
     assert files - {"__init__", "upstream"} == {p for ps in PATCHES.values() for p in ps}
 
 
-def test_every_patch_says_why_how_where_and_until_when() -> None:
-    for patch in {p for patches in PATCHES.values() for p in patches}:
-        text = importlib.import_module(f"nemo_rl_ext.patches.{patch}").__doc__ or ""
-        for heading in ("Why:", "How:", "Upstream:", "Until:"):
-            assert f"\n{heading}" in text, (patch, heading)
-
-
 LOAD_CONFIG = "def load_config(config_path):\n    return config_path\n"
 
 
@@ -264,12 +257,6 @@ def test_a_driver_reads_what_only_workers_import(tmp_path: Path) -> None:
     refused, reason = run_after_torch(code, path).stdout.strip().splitlines()
     assert "fp8rl's patch" in refused
     assert "_load_hf_weights takes (self, policy_weights, strict=...)" in reason
-
-
-def test_an_import_error_of_the_module_is_its_own(tmp_path: Path) -> None:
-    path = package(tmp_path, {"nemo_rl/utils/config.py": "import nothing_of_that_name\n"})
-    done = run_after_torch("import nemo_rl.utils.config", path)
-    assert "No module named 'nothing_of_that_name'" in done.stderr
 
 
 def test_the_launcher_runs_a_driver_with_the_hooks(tmp_path: Path) -> None:
