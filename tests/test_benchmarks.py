@@ -1,7 +1,4 @@
-"""Programs under ``benchmarks/``: each imports on a CPU, and what can run there runs on tiny input.
-
-The YAMLs of ``nemo_rl.py`` have contract tests (``contract/nemo_rl_cases.py``).
-"""
+"""Programs under ``benchmarks/``: each imports on a CPU, and runs there on tiny input."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Trainer and rollout hold equal codes and scales, and pin the same modules, for one recipe.
-
-Real Megatron-Core and real vLLM modules, in two gloo processes: see cross_engine_cases.py.
-"""
+"""Trainer and rollout, real ones in two gloo processes, hold equal codes, scales and pins."""
 
 from __future__ import annotations
 
@@ -186,8 +183,7 @@ def test_ignore_rules_of_a_router_do_not_catch_gate_proj():
 
 @pytest.mark.parametrize("width", [128, 192])
 def test_experts_of_any_width_have_equal_codes(width):
-    """What the trainer multiplies with, and what the rollout's expert stacks hold after its export,
-    whether BF16 or codes travel."""
+    """What the trainer multiplies with, and what the rollout holds after its export."""
     hf_config = Qwen3MoeConfig(
         vocab_size=64,
         hidden_size=128,

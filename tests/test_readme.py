@@ -307,10 +307,7 @@ def test_grpo_snippets(capsys):
 
 
 def test_nothing_that_the_docs_call_needs_pickle(monkeypatch):
-    """An engine core in a process of its own decodes names and numbers, functions only on demand.
-
-    `test_push_to_an_engine_with_processes_of_its_own` refits one.
-    """
+    """An engine core in another process decodes names and numbers, functions on demand only."""
     from vllm.v1.serial_utils import MsgpackEncoder
 
     from fp8rl.kv_scales import scale_names

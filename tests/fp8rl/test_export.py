@@ -119,8 +119,7 @@ def test_what_is_not_fp8_keeps_its_bytes(tmp_path):
 
 @pytest.mark.parametrize("files", [1, 3])
 def test_files_are_small_and_the_index_is_right(tmp_path, files):
-    """More files than the source has, none above the limit unless one tensor is; the codes are
-    those of a single file."""
+    """None above the limit unless one tensor is; the codes are those of a single file."""
     checkpoint = model(tmp_path / "in", TENSORS, files=files)
     out, limit, seen = tmp_path / "out", 200_000, []
     exported(checkpoint, out, shard_bytes=limit, progress=seen.append)
@@ -317,8 +316,7 @@ def test_a_cache_of_latents_has_no_scales(tmp_path, monkeypatch):
 
 
 def test_a_language_model_under_a_wrapper(tmp_path, monkeypatch):
-    """Its names, those of KV scales too, have the wrapper's prefix; towers and the narrow parts of
-    linear attention stay in BF16, and linear attention has no KV scales."""
+    """Its names have the wrapper's prefix; towers and linear attention's narrow parts are BF16."""
     monkeypatch.setattr(ModelSpec, "refused", lambda spec, **sides: None)
     text = {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "vocab_size": 32}
     config = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}

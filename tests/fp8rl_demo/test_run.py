@@ -128,8 +128,7 @@ def test_without_an_fp8_cache_the_engines_differ_in_the_order_of_sums_alone(warm
 
 
 def test_a_model_of_a_folder_is_trained_with_its_own_tokenizer_and_weights(tmp_path: Path):
-    """Two steps from a checkpoint of transformers: each weight has moved by two steps of Adam at
-    most, the prompts are the chat template's, and with ``exact`` the engines are equal."""
+    """Weights move by two steps of Adam at most; with ``exact`` the engines are equal."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
     folder = make_checkpoint(tmp_path / "model", 0, vocab_size=128, eos_token_id=2, **sizes)
     add_chat_tokenizer(folder)
@@ -212,8 +211,7 @@ print("ANSWERS", json.dumps(answers))
 
 
 def test_the_checkpoint_serves_in_vllm_as_it_is(straight: Path, tmp_path: Path):
-    """Weights and KV scales from the folder give the answers that the run's engine gave, in an
-    engine that rounds as that one does."""
+    """Its answers are the run's engine's, in an engine that rounds as that one does."""
     samples = [row for row in _lines(straight / "fp8" / "samples.jsonl") if row["step"] == STEPS]
     recipe = json.loads((straight / "fp8" / "run.json").read_text())["recipe"]
     arguments = [json.dumps(recipe), json.dumps([row["prompt"] for row in samples])]

@@ -242,8 +242,7 @@ def _assert_closed(handle: Conversion, folder: Any) -> None:
 
 @pytest.mark.parametrize("recipe", ["same", "other pins", "bf16"])
 def test_converting_twice_is_an_error_whatever_the_second_recipe(recipe):
-    """With other pins no module is asked for twice, so a check of each module to convert passes,
-    and the second table lies: it calls layer 0 BF16, which runs in FP8."""
+    """With other pins no module is asked for twice, so a check of each module would pass."""
     gpt, ids = _gpt(), tokens(batch=4)
     conversion = convert_alone(gpt, pinned(last=1))
     before = losses(gpt, ids)
@@ -262,8 +261,7 @@ def test_converting_twice_is_an_error_whatever_the_second_recipe(recipe):
 
 
 def test_a_handle_says_that_another_has_closed_its_conversion(tmp_path):
-    """The naive handle keeps a list of modules: it tells of FP8 modules that run in BF16, and its
-    own close() raises a TypeError half way, or turns a later conversion off."""
+    """The naive handle's list of modules is stale, and its close() breaks a later conversion."""
     gpt, ids = _gpt(), tokens(batch=4)
     bf16 = losses(gpt, ids)
     one = convert_alone(gpt)

@@ -199,10 +199,7 @@ class Lost(NamedTuple):
 
 
 def loss_of(b: Batch, limit: float, g: GRPOConfig, weights: torch.Tensor, kept: torch.Tensor):
-    """The loss, its gradient and its metrics, given weights and mask.
-
-    GRPO of arXiv 2402.03300, J_GSPO and J_GSPO-token of 2507.18071, J_CISPO of 2506.13585.
-    """
+    """GRPO of arXiv 2402.03300, GSPO and GSPO-token of 2507.18071, CISPO of 2506.13585."""
     leaf = torch.where(kept, b.current.detach().double(), 0.0).requires_grad_()
     moved = difference(leaf, b.old, kept)
     ratio = moved.clamp(-limit, limit).exp()

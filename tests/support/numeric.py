@@ -6,11 +6,7 @@ import torch
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """``||actual - expected|| / ||expected||`` in float64; NaN or another shape never passes.
-
-    Raises:
-        AssertionError: shapes differ or ``actual`` is not finite.
-    """
+    """``||actual - expected|| / ||expected||`` in float64; NaN or another shape never passes."""
     assert actual.shape == expected.shape, f"{tuple(actual.shape)} != {tuple(expected.shape)}"
     assert torch.isfinite(actual.float()).all(), "result is not finite"
     difference = (actual.double() - expected.double()).norm()

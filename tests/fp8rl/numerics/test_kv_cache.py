@@ -21,8 +21,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def truth(x: torch.Tensor, scale: float) -> tuple[torch.Tensor, int]:
-    """The nearest values ``code * scale`` to ``x`` in float32, ties to the even code, and how many
-    were clipped."""
+    """The nearest ``code * scale`` to ``x`` in float32, ties to even codes, and how many clip."""
     with np.errstate(all="ignore"):
         scaled = (x.float().numpy() / np.float32(scale)).astype(np.float64)
     above = np.searchsorted(GRID, scaled).clip(1, len(GRID) - 1)

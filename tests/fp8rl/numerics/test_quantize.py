@@ -139,8 +139,7 @@ class Definition:
 def launch(
     one_way: object, dual: object, x: torch.Tensor, case: str, form: str, cast: str = "reference"
 ) -> list[Quantized]:
-    """Groups; of a matrix also blocks and both sides of it as operand and as weight, made together
-    and, of ``VALUES``, by the kernels, alone. The reference makes the sides one by one."""
+    """Groups; of a matrix also blocks and both sides as operand and as weight."""
     alone = case in VALUES if cast != "reference" else case == "special_values"
     made = [one_way.quantize_group(x, 128, form)]
     if x.ndim == 2:

@@ -84,8 +84,7 @@ def hf_tensors(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, torch.
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """As in a safetensors checkpoint: one matrix for each expert, which transformers stacks, and no
-    tied head, which named_parameters leaves out."""
+    """As in a checkpoint: one matrix for each expert, and no tied head."""
     for name, param in model.named_parameters():
         prefix, _, stacked = name.partition(".mlp.experts.")
         for number, matrix in enumerate(param.detach() if stacked else ()):
@@ -313,9 +312,7 @@ def test_fp8_wire_wants_a_number_of_ranks(ranks):
     ],
 )
 def test_fp8_wire_sends_codes_that_the_rollout_takes_as_they_are(shape, ranks, without, caplog):
-    """The codes on the wire have the values that each rank of the rollout makes of the weights
-    itself, so the export loses nothing. The naive way, codes for every matrix, has other values in
-    exactly those matrices that ``fp8_wire`` sends as they are."""
+    """The naive way, codes for every matrix, has others in those that ``fp8_wire`` sends as are."""
     heads, kv_heads, size, width = shape
     rows = {"q_proj": heads * size, "k_proj": kv_heads * size, "v_proj": kv_heads * size}
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,4 @@
-"""Models that Megatron-Bridge loads, converts by our hook and exports; skipped without Bridge.
-
-It needs TransformerEngine to import; `noxfile.py` has a row where a stand-in is enough.
-"""
+"""Models that Megatron-Bridge loads, converts by our hook and exports; skipped without Bridge."""
 
 from __future__ import annotations
 

@@ -107,8 +107,7 @@ def test_results_are_those_of_each_expert_bit_for_bit(
 
 
 def test_each_expert_has_groups_of_its_own_tokens():
-    """The naive way, groups of 128 tokens counted on through all experts, mixes the tokens of two
-    of them into one scale."""
+    """The naive way, groups counted on through all experts, mixes tokens of two in one scale."""
     splits, weights = (40, 130, 7), _weights(3, "none", dtype=torch.float32)
     x, grad = torch.randn(177, IN), torch.randn(177, OUT)
     grouped_linear(x, splits, weights, None, _state(3), fusion=False).backward(grad)

@@ -37,14 +37,7 @@ SECTIONS = {
 def config(
     block: dict[str, Any] | None = None, overrides: str = "", **changes: Any
 ) -> dict[str, Any]:
-    """A Megatron GRPO config.
-
-    Args:
-        block: stands at all three places; None for a config without our keys.
-        overrides: as on NeMo RL's command line: ``path=value``, or ``~path`` without the key.
-            :data:`SECTIONS` has short names, and ``block`` stands for the block.
-        changes: further top-level sections or keys of ``policy``.
-    """
+    """A Megatron GRPO config: the block at all three places, overrides as on the command line."""
     value: dict[str, Any] = {
         "policy": {
             "generation": {

@@ -1,5 +1,4 @@
-"""Hooks after the import of named modules: on a package of that name made for the test, because
-what counts here is the machinery of imports; `tests/contract` has the real one."""
+"""Hooks after the import of named modules, on a package made for the test."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The choice of worker classes, on a module shaped like upstream's.
-
-``tests/contract`` has the real one.
-"""
+"""The choice of worker classes, on a module shaped like upstream's."""
 
 from __future__ import annotations
 

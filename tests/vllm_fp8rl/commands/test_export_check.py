@@ -209,8 +209,7 @@ def test_dequantized_weights_are_those_of_the_reference_in_float64(checkpoints, 
 
 
 def test_transformers_reads_the_config(out):
-    """Its loader for FP8 needs a GPU or the package accelerate; its config and its operation that
-    dequantizes do not."""
+    """Its loader needs a GPU or accelerate; its config and its dequantization do not."""
     from transformers import AutoConfig
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
     from transformers.quantizers.quantizers_utils import should_convert_module

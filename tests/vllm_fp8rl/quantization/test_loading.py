@@ -177,10 +177,7 @@ def test_tied_embeddings(other_engine, tmp_path):
 
 
 def as_up_to_vllm_0_27(tied) -> None:
-    """Make the output projection the embedding itself, as vLLM 0.25.1 to 0.27.1 build such models.
-
-    From 0.28 on it is a module of its own with the same parameter.
-    """
+    """Make the output projection the embedding itself, as vLLM 0.25.1 to 0.27.1 do."""
     model = tied.model
     model.lm_head = model.model.embed_tokens
     assert not any(path == "lm_head" for path, _ in model.named_modules())

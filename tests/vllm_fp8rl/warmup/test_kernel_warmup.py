@@ -1,7 +1,4 @@
-"""Compiling DeepGEMM's kernels ahead, with a package and a compiler that act as the real ones do.
-
-The real ones run in ``tests/gpu/test_vllm_warmup.py``.
-"""
+"""Compiling DeepGEMM's kernels ahead, with a package and a compiler that act as the real ones."""
 
 from __future__ import annotations
 

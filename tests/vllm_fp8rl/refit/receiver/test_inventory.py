@@ -146,10 +146,7 @@ def test_other_loaders_of_quantized_parameters_are_refused(engine, leaf):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("keys", "values"), [(128, 256), (64, 96)])
 def test_one_tensor_of_three_matrices_on_two_ranks(engine, rank, keys, values):
-    """Each rank has its heads of q, of k, of v and of z, one after the other; blocks may be shared.
-
-    refit/test_moe_parallel.py has two real ranks, among the slow tests.
-    """
+    """Each rank has its heads of q, of k, of v and of z; blocks may be shared."""
     columns, sizes = 256, [keys, keys, values, values]  # of one rank
     storage = empty_storage(sum(sizes), columns)
     grid = BlockGrid("layer", lambda: storage, sizes, columns, "fp32")
