@@ -132,3 +132,11 @@ def test_rows_are_not_shared_between_streams():
     assert last.of(*key, stream=7) is rows
     others = [last.of(*key, stream=stream) for stream in (8, 7)]
     assert rows not in others and others[0] is not others[1]
+
+
+def test_addresses_are_copied_when_they_have_changed():
+    known = Addresses()
+    table = known.on_device([5, 2**40], CPU, 0)
+    assert table.tolist() == [5, 2**40] and known.on_device([5, 2**40], CPU, 0) is table
+    assert known.on_device([5, 7], CPU, 0).tolist() == [5, 7]
+    assert known.on_device([5, 7], CPU, 1) is not known.on_device([5, 7], CPU, 0)

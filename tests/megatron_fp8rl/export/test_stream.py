@@ -260,6 +260,29 @@ def test_norms_fused_into_linear_layers(mcore):
     assert_same(export_hf(model), expected)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            r"rope_parameters\.rope_type is 'yarn'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 2}},
+            r"rope_parameters\.low_freq_factor is 2, .*; set it to 1,",
+        ),
+    ],
+)
+def test_builder_refuses_what_it_cannot_express(mcore, change, message):
+    config = LlamaConfig(**SMALL)
+    for key, value in change.items():
+        setattr(config, key, value)
+    with pytest.raises(UnsupportedError, match=message):
+        build_gpt(config)
+
+
 # ---- codes on the wire
 
 
