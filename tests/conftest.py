@@ -19,10 +19,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+from hypothesis import settings
 
 import support.startup.sitecustomize  # noqa: F401  this process has started without it
 
 pytest.register_assert_rewrite("support")
+# Other work on the cores takes an example past any deadline.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 TESTS = Path(__file__).parent
 SLOW = {
     TESTS / "fuzz",

@@ -50,7 +50,7 @@ def assert_close(actual: MismatchMetrics, wanted: dict[str, float]) -> None:
         assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     shape=st.tuples(st.integers(1, 5), st.integers(1, 40)),
     seed=st.integers(0, 2**31),

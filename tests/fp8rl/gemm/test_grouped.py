@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 OUT, IN = 136, 200
 runs = st.lists(st.integers(0, 150), min_size=1, max_size=4)
 orders = st.randoms(use_true_random=False)
-quick = settings(max_examples=25, deadline=None)
+quick = settings(max_examples=25)
 
 
 def _exact(q: Quantized, blocks: bool = False) -> torch.Tensor:

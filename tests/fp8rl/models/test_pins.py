@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl.errors import PinError
@@ -50,7 +50,6 @@ def test_names_and_kinds():
     assert pinned == [f"model.layers.{i}.{n}" for i in (3, 4) for n in LINEARS]
 
 
-@settings(deadline=None)
 @given(data=st.data(), num_layers=st.integers(1, 12))
 def test_equal_to_a_set_of_layer_numbers(data, num_layers):
     numbers = data.draw(st.lists(st.integers(-num_layers, num_layers - 1), max_size=4))

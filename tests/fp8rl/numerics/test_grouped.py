@@ -25,7 +25,7 @@ from support.shapes import FORMATS, SPLITS
 CPU = torch.device("cpu")
 runs = st.lists(st.integers(0, 150), min_size=1, max_size=4)
 orders = st.randoms(use_true_random=False)
-quick = settings(max_examples=25, deadline=None)
+quick = settings(max_examples=25)
 
 
 def check(

@@ -309,7 +309,7 @@ sizes = st.one_of(st.integers(1, 20), st.sampled_from([127, 128, 129, 200, 256, 
 special = st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 448.0, 5e-324, 1e-40, 3.4e38])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=st.tuples(sizes, sizes),
     dtype=st.sampled_from(DTYPES),

@@ -34,7 +34,7 @@ def _labels(query_heads: int, groups: int, head_dim: int) -> tuple[list, list]:
 
 
 @given(heads)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_qkv_rows_go_to_hf_order_and_back(case):
     groups, per_group, head_dim = case
     layout = qkv_layout(groups * per_group, groups, head_dim)
@@ -49,7 +49,7 @@ def test_qkv_rows_go_to_hf_order_and_back(case):
 
 
 @given(st.integers(1, 3).map(lambda n: 64 * n), st.integers(1, 3))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_parts_that_lie_apart_have_the_codes_of_each_hf_tensor(width, groups):
     """Whatever their width and order; in one matrix the parts would share a block."""
     layout = RowLayout(("gate_proj", "up_proj"), (width, width), groups, apart=True)

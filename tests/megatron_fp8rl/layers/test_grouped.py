@@ -65,7 +65,7 @@ def _each(
     return torch.cat(outputs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 140), min_size=1, max_size=4),
     st.sampled_from(["none", "ddp", "apex", "some"]),

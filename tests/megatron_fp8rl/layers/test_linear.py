@@ -111,7 +111,7 @@ def _run(module, x, grad):
     scale_format=st.sampled_from(FORMATS),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_direction_with_ragged_sizes(
     tokens, in_features, out_features, kind, scale_format, seed
 ):

@@ -55,7 +55,7 @@ def test_every_clip_decides_somewhere(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(b=batches(0.3), cut=st.integers(0, 5))
 def test_micro_batches_add_up_to_the_whole_batch(mode: str, b: Batch, cut: int) -> None:
     assume(bool(b.mask.any()))

@@ -134,3 +134,22 @@ def test_layers_that_are_served(int8, changes: dict[str, Any], expected: bool) -
     for name, value in (values | changes).items():
         setattr(impl, name, value)
     assert impl._served() is expected
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_batches_are_split_where_a_layer_is_served(
+    int8, monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    """``Builder.__init__`` of vLLM is replaced by what it sets."""
+
+    def init(builder: Any) -> None:
+        layer = SimpleNamespace(impl=SimpleNamespace(ours=ours))
+        forward = SimpleNamespace(static_forward_context={"a": layer})
+        builder.vllm_config = SimpleNamespace(compilation_config=forward)
+        builder.layer_names, builder.reorder_batch_threshold = ["a"], None
+
+    monkeypatch.setattr(int8.TritonAttentionMetadataBuilder, "__init__", init)
+    monkeypatch.setattr(int8, "_serves", lambda engine: True)
+    builder = int8.Fp8RLTritonMetadataBuilder()
+    assert builder._splits_batches is ours
+    assert builder.reorder_batch_threshold == (1 if ours else None)

@@ -44,7 +44,7 @@ def views(draw) -> torch.Tensor:
     return view
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(views(), min_size=2, max_size=4))
 def test_tensors_that_share_a_byte_are_refused_and_no_others(tensors):
     places = [elements(tensor) for tensor in tensors]

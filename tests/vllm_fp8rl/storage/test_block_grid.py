@@ -28,7 +28,7 @@ widths = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     partitions=widths,
     columns=st.integers(1, 300),

@@ -86,9 +86,7 @@ def test_a_name_without_a_route_is_left_to_vllm(engine, a, b, inventory, monkeyp
         state_of(engine.model).inventory = None
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_batch_gives_what_the_walk_gives(engine, a, b, inventory, data):
     """Any names in any order, repeated, BF16 or FP32, or FP8 codes with scales, in any batches."""
