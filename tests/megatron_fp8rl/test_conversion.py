@@ -34,6 +34,7 @@ from support.megatron import (
     quantized_weights,
     tokens,
 )
+from support.numeric import same_codes
 
 pytestmark = pytest.mark.usefixtures("mcore")
 
@@ -49,12 +50,6 @@ def _gpt(head_dim: int = 64, *, dtype=torch.bfloat16, layers: int = 2, tied=Fals
         tie_word_embeddings=tied,
     )
     return build_gpt(config, dtype=dtype, **overrides)
-
-
-def _codes_equal(a: Quantized, b: Quantized) -> bool:
-    return torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8)) and torch.equal(
-        a.scale_inv, b.scale_inv
-    )
 
 
 # ---- what changes, and what does not
@@ -365,7 +360,7 @@ def test_codes_are_those_of_the_exported_weights(head_dim, scale_format):
                 weight = torch.cat([exported[f"{prefix}{x}_proj"] for x in "qkv"])
             else:
                 weight = exported[name]
-            assert _codes_equal(codes, quantize_block(weight, scale_format=scale_format)), name
+            assert same_codes(codes, quantize_block(weight, scale_format=scale_format)), name
             seen += 1
     assert seen == 2 * (5 if head_dim == 32 else 7)
 
@@ -433,8 +428,8 @@ def test_codes_are_made_once_for_all_micro_batches_that_keep_them(recompute, lau
         weights = {n.removesuffix(".weight"): t for n, t in export_hf(keeping.ddp)}
         truth = quantize_block(weights["model.layers.0.mlp.down_proj"])
         rowwise, columnwise = kept(of)
-        assert _codes_equal(rowwise, truth)
-        assert _codes_equal(columnwise, Quantized(*(t.t().contiguous() for t in truth)))
+        assert same_codes(rowwise, truth)
+        assert same_codes(columnwise, Quantized(*(t.t().contiguous() for t in truth)))
     for one, other in zip(plain.ddp.parameters(), keeping.ddp.parameters(), strict=True):
         assert torch.equal(one.main_grad, other.main_grad)
     assert not _kept(keeping.conversion)
