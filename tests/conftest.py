@@ -19,10 +19,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+from hypothesis import settings
 
 import support.startup.sitecustomize  # noqa: F401  this process has started without it
 
 pytest.register_assert_rewrite("support")
+# Other work on the cores takes an example past any deadline.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 TESTS = Path(__file__).parent
 SLOW = {
     TESTS / "fuzz",
@@ -42,11 +46,7 @@ PROCESSES = {
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in this hook too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests around live engines in this process in one, all others in the other.
-
-    An engine's process groups end when a test of Megatron's ends its own, so the two must not mix.
-    Files of ``PROCESSES`` are small groups, which pytest-xdist gives at the end to whoever is free.
-    """
+    """Put tests around live engines in this process in one group, small files of processes last."""
     for item in items:
         if item.path in PROCESSES:
             group = item.path.stem

@@ -1,7 +1,4 @@
-"""Run by test_gated_delta_net.py: a Qwen3.5 on this rank, in FP8, and its gradients.
-
-Arguments: folder of a checkpoint, and one for results, which each rank writes to ``RANK.pt``.
-"""
+"""Run by test_gated_delta_net.py with a checkpoint and a folder, for each rank's ``RANK.pt``."""
 
 from __future__ import annotations
 

@@ -1,40 +1,19 @@
-"""Programs under ``benchmarks/``: each imports on a CPU, and what can run there runs on tiny input.
-
-The YAMLs of ``nemo_rl.py`` have contract tests (``contract/nemo_rl_cases.py``).
-"""
+"""Programs under ``benchmarks/``: each imports on a CPU, and runs there on tiny input."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import random
-import shutil
-import socket
-import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
-from uuid import uuid4
 
 import pytest
 import torch
 
-from support.processes import run_code
-
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-INSIDE = """
-import socket, sys
-from pathlib import Path
-sys.path.insert(0, {benchmarks!r})
-from nemo_rl_side_by_side import isolate
-isolate(Path({folder!r}))
-Path("/tmp", {name!r}).touch()
-Path("/dev/shm", {name!r}).touch()
-with socket.create_server(("127.0.0.1", {port})) as server:
-    socket.create_connection(("127.0.0.1", {port})).close()
-    server.accept()[0].close()
-"""
 NEEDS_TRITON = ("quantize",)
 
 
@@ -85,50 +64,7 @@ def test_answers_of_programs_are_judged(load: Any) -> None:
         assert tasks.outcome(asked.prompt, answer) == outcome
 
 
-def test_written_sums_are_marked_and_garbled_answers_found(load: Any) -> None:
-    tasks = load("reasoning_tasks")
-    entry = {"answer": "-4", "metadata": {"expression": "12 + 7 - 23"}}
-    text, spans = tasks.demonstration(tasks.TASKS["sums"], entry, random.Random(0))
-    assert [text[start:end] for start, end in spans] == ["19", "-4", "-4"]
-    assert text.endswith(" <answer>-4</answer>")
-    counted = list(range(20, 60))
-    assert not tasks.is_repeated([*counted, 1, 2, 3, 1, 2, 3, *counted])
-    assert tasks.is_repeated([*counted, *[1, 2, 3] * 8, *counted])
-    assert tasks.is_repeated([*counted, *counted[:30] * 3])
-
-
 # --- the driver of NeMo RL ---
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--variants", "bf16,fp8"], "fp8; there are bf16"),
-        (["--gpus", 3], "does not divide 128"),
-        (["--in-flight", "--gpus", 2], "--in-flight needs --trainer megatron --gpus 2"),
-        (["--variants", "fp8rl-exact"], "fp8rl-exact needs --trainer megatron and one GPU"),
-        (["--programs", "40,24"], "SHORTEST,LONGEST from 1 to 96"),
-        (["--task", "long"], "--task long needs --model and has no --family"),
-        (["--task", "long", "--gym", "legs"], "--gym is for --task reasoning"),
-        (["--task", "real", "--steps", 4], "--task real needs --steps 5 or more"),
-        (["--task", "real", "--prompts", 3, "--generations", 3], "multiple of 16 sequences"),
-    ],
-)
-def test_what_cannot_be_run_is_refused(
-    arguments: list[Any],
-    message: str,
-    tmp_path: Path,
-    load: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    given = ["--source", tmp_path, "--folder", tmp_path / "out", *arguments]
-    monkeypatch.setattr(sys, "argv", ["nemo_rl.py", *map(str, given)])
-    with pytest.raises(SystemExit) as ended:
-        load("nemo_rl").main()
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("task", ["sums", "real"])
@@ -151,55 +87,6 @@ def test_the_exact_variant_is_served(
         section["fp8rl"] = block
     keys = read(Sections(value, DRIVERS["grpo"]))
     assert keys is not None and keys.recipe.exact and keys.recipe.kv_cache.dtype == "fp8_e4m3"
-
-
-def test_a_resumed_run_is_put_together(
-    tmp_path: Path, load: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first part was ended after its third step, and the second began at the third."""
-
-    class Events:
-        """In the place of tensorboard's reader; a file of it holds JSON here."""
-
-        def __init__(self, file: str) -> None:
-            self.found = json.loads(Path(file).read_text(encoding="utf-8"))
-
-        def Reload(self) -> None: ...
-
-        def Tags(self) -> dict[str, list[str]]:
-            return {"scalars": list(self.found)}
-
-        def Scalars(self, tag: str) -> list[SimpleNamespace]:
-            return [SimpleNamespace(step=step, value=value) for step, value in self.found[tag]]
-
-    name = "tensorboard.backend.event_processing.event_accumulator"
-    reader: Any = ModuleType(name)
-    reader.EventAccumulator = Events
-    monkeypatch.setitem(sys.modules, name, reader)
-    accuracy, seconds = "validation/accuracy", "timing/train/generation"
-    parts: list[dict[str, list[tuple[int, float]]]] = [
-        {
-            "train/reward": [(1, 0.1), (2, 0.2), (3, 0.9)],
-            accuracy: [(0, 0.4), (2, 0.5)],
-            seconds: [(1, 9.0), (2, 3.0)],
-        },
-        {"train/reward": [(3, 0.3), (4, 0.4)], accuracy: [(4, 0.6)], seconds: [(3, 1.0), (4, 2.0)]},
-    ]
-    for i, part in enumerate(parts, start=1):
-        folder = tmp_path / "logs" / f"exp_00{i}"
-        folder.mkdir(parents=True)
-        (folder / "events.out.tfevents.1").write_text(json.dumps(part), encoding="utf-8")
-    log = tmp_path / "run.log"
-    log.write_text("▶ Timing:\n  Generation init: 80.5s\n  Policy init: 32.8s\n", encoding="utf-8")
-    results = load("nemo_rl_results")
-    summary, judge = results.summary, results.judge_of("long", tmp_path)
-    whole = summary(tmp_path / "logs", log, judge)
-    assert whole["curves"]["train/reward"] == [0.1, 0.2, 0.3, 0.4]
-    assert whole["validation"]["accuracy"] == [0.4, 0.5, 0.6]
-    assert whole["seconds"]["generation"] == {"first": 9.0, "median": 2.0}
-    assert whole["setup"] == {"Generation init": 80.5, "Policy init": 32.8}
-    last = summary(tmp_path / "logs", log, None)
-    assert last["curves"]["train/reward"] == [0.3, 0.4] and "validation" not in last
 
 
 def test_mismatch_by_position_is_that_of_single_tokens(tmp_path: Path, load: Any) -> None:
@@ -232,39 +119,3 @@ def test_mismatch_by_position_is_that_of_single_tokens(tmp_path: Path, load: Any
         ratio = both[0] - both[1]
         assert told["kl"] == pytest.approx((ratio.exp() - 1 - ratio).mean().item(), rel=1e-12)
         assert told["error"] == pytest.approx(ratio.abs().exp().mean().item(), rel=1e-12)
-
-
-def test_runs_side_by_side_have_tmp_shared_memory_and_ports_of_their_own(
-    tmp_path: Path, load: Any
-) -> None:
-    program = load("nemo_rl_side_by_side")
-    unshare = shutil.which("unshare")
-    if not unshare or subprocess.run([*program.UNSHARE, "true"], capture_output=True).returncode:
-        pytest.skip("this user cannot make namespaces")
-    name = f"fp8rl-{uuid4().hex}"
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        values = {"name": name, "port": taken.getsockname()[1]}
-        code = INSIDE.format(benchmarks=str(BENCHMARKS), folder=str(tmp_path), **values)
-        subprocess.run([*program.UNSHARE, sys.executable, "-c", code], check=True)
-    assert [file.name for file in tmp_path.iterdir()] == [name]
-    assert not Path("/dev/shm", name).exists() and not Path("/tmp", name).exists()
-
-
-def test_an_environment_of_nemo_rl_has_its_sources_and_stand_ins(tmp_path: Path, load: Any) -> None:
-    program = load("nemo_rl_environment")
-    for name, parts in program.PARTS.items():
-        for part in parts:
-            place = tmp_path / "from" / name / part
-            place.parent.mkdir(parents=True, exist_ok=True)
-            if place.suffix:
-                place.touch()
-            else:
-                place.mkdir()
-                (place / "kept.py").touch()
-    out = tmp_path / "out"
-    out.mkdir()
-    program.add_sources(out, {name: tmp_path / "from" / name for name in program.PARTS})
-    assert all((out / part).is_dir() for part in program.IMPORTED)
-    code = "import wandb, mlflow; assert wandb.wandb_run.Run and mlflow.anything() is not None"
-    found = run_code(code, folders=(out,))
-    assert not found.returncode, found.stderr

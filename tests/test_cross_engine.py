@@ -1,7 +1,4 @@
-"""Trainer and rollout hold equal codes and scales, and pin the same modules, for one recipe.
-
-Real Megatron-Core and real vLLM modules, in two gloo processes: see cross_engine_cases.py.
-"""
+"""Trainer and rollout, real ones in two gloo processes, hold equal codes, scales and pins."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.hf_names import module_names as trainer_names
 from megatron_fp8rl.testing.models import build_gpt, transformer_config
 from support.megatron import one_process
+from support.numeric import same_codes
 from support.processes import run_ranks
 from torch_fp8rl import convert as convert_torch
 from vllm_fp8rl.storage.experts import MATRICES, ExpertGrids, ExpertLayout, empty_stacks, stack_of
@@ -176,9 +174,7 @@ def test_torch_holds_the_same_and_multiplies_the_same(ranks: list[dict], name: s
 
 
 def test_ignore_rules_of_a_router_do_not_catch_gate_proj():
-    """One list of names, matched in one way, over one vocabulary on both sides. The naive way, a
-    regular expression in which ``mlp.gate.`` has three wild dots, matches ``mlp.gate_proj`` too: on
-    the side that uses it the dense MLP of layer 1 is left in BF16, on the other it is not."""
+    """One list of names, matched in one way, over one vocabulary on both sides."""
     config = {"num_experts": 2, "mlp_only_layers": [1], "norm_topk_prob": True}
     hf_config = Qwen3MoeConfig(num_hidden_layers=3, **config)
     every_second = Qwen3MoeConfig(num_hidden_layers=4, decoder_sparse_step=2, **config)
@@ -239,8 +235,7 @@ def test_experts_of_any_width_have_equal_codes(width):
             held, stack = trainer[name.removesuffix(".weight")], stack_of(slot)
             rows = layout.part_of(stacks[stack], slot)[expert][:, : held.codes.shape[1]]
             scales = layout.part_of(stacks[f"{stack}_scale_inv"], slot, 128)[expert]
-            assert torch.equal(rows.view(torch.uint8), held.codes.view(torch.uint8)), name
-            assert torch.equal(scales, held.scale_inv), name
+            assert same_codes((rows, scales), held), name
         assert grids.complete
     hf = AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
     experts = hf.model.layers[0].mlp.experts

@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -69,10 +68,6 @@ def table(heading: str, page: str) -> list[list[str]]:
 
 def quoted(cell: str) -> list[str]:
     return re.findall(r"`([^`]*)`", cell)
-
-
-def normal(text: str) -> str:
-    return " ".join(text.split())
 
 
 def write_recipe(folder: Path) -> None:
@@ -288,26 +283,6 @@ def test_servers_of_the_pages_listen_on_this_machine_alone() -> None:
     assert not [name for name, words in commands.items() if "127.0.0.1" not in words]
 
 
-def test_flags_of_the_server_are_the_arguments_of_an_engine() -> None:
-    pytest.importorskip("vllm")
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from vllm_fp8rl import engine_args
-
-    (serve,) = [text for text in fenced("console", VLLM) if " vllm serve my-model" in text]
-    mode, *words = shlex.split(serve.split("\npython ")[0].replace("\\\n", " "))
-    assert mode == "VLLM_SERVER_DEV_MODE=1"
-    assert words[:5] == ["vllm", "serve", "my-model", "--host", "127.0.0.1"]
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    given = parser.parse_args(words[5:])
-    recipe = Recipe.from_dict(given.additional_config["fp8rl"])
-    expected = engine_args(recipe)
-    assert recipe != Recipe() and given.generation_config == "vllm"
-    expected["additional_config"] = given.additional_config  # it has the keys that differ
-    assert {name: getattr(given, name) for name in expected} == expected
-
-
 def test_a_key_does_not_guard_what_the_guide_says() -> None:
     """docs/vllm.md, "Who may reach the port": vLLM's own middleware before an empty server."""
     authenticate = pytest.importorskip("vllm.entrypoints.serve.middleware.authenticate")
@@ -365,10 +340,7 @@ def test_grpo_snippets(capsys):
 
 
 def test_nothing_that_the_docs_call_needs_pickle(monkeypatch):
-    """An engine core in a process of its own decodes names and numbers, functions only on demand.
-
-    `test_push_to_an_engine_with_processes_of_its_own` refits one.
-    """
+    """An engine core in another process decodes names and numbers, functions on demand only."""
     from vllm.v1.serial_utils import MsgpackEncoder
 
     from fp8rl.kv_scales import scale_names

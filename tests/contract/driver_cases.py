@@ -1,7 +1,4 @@
-"""All of NeMo RL's drivers with our keys: test_nemo_rl.py runs this file where it can be imported.
-
-Each script runs from its own file, as ``python -m nemo_rl_ext`` runs it, up to ``init_ray``.
-"""
+"""All of NeMo RL's drivers with our keys, each from its own file up to ``init_ray``."""
 
 from __future__ import annotations
 
@@ -193,10 +190,7 @@ class Made(Exception):
 def test_upstreams_setup_hands_the_recipe_to_workers_that_train(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`setup` itself, with a stand-in for Ray's cluster, up to the making of its workers.
-
-    tests/nemo_rl_ext/workers/test_training.py has what a Megatron worker makes of it.
-    """
+    """`setup` itself, with a stand-in for Ray's cluster, up to the making of its workers."""
     driver = DRIVERS[name]
     cls = master_config(driver)
     module: Any = sys.modules[driver.module]

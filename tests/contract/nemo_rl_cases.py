@@ -523,15 +523,7 @@ def test_asynchronous_engines_get_scales_and_upstream_shards_the_first_batch(
 
 
 def written_configs(folder: Path, *options: object) -> dict[str, Any]:
-    """Let ``benchmarks/nemo_rl.py`` write its YAMLs, and read each by NeMo RL's own functions.
-
-    Args:
-        folder: for the YAMLs.
-        options: of its command line.
-
-    Returns:
-        Configs by the names of their files.
-    """
+    """Let ``benchmarks/nemo_rl.py`` write its YAMLs; return each by its file's name as read."""
     command = [sys.executable, ROOT / "benchmarks" / "nemo_rl.py", "--write-only"]
     command += ["--source", source("NEMO_RL_SRC"), "--folder", folder, *options]
     subprocess.run([str(part) for part in command], check=True)

@@ -1,7 +1,4 @@
-"""Fused log-probabilities beside upstream's own class, taken out of its source.
-
-On a CPU the fused kernel has a stand-in, as over ranks; with CUDA it is the real one.
-"""
+"""Fused log-probabilities beside upstream's own class; on a CPU the kernel has a stand-in."""
 
 from __future__ import annotations
 
@@ -77,10 +74,7 @@ def test_ours_are_upstreams(theirs: Any, kind: Any, change: Any, dtype: torch.dt
 
 
 def test_all_log_probabilities_of_a_megatron_worker_are_exact(theirs: Any) -> None:
-    """Upstream's functions with chunks and without filters, and no other class within reach.
-
-    They serve ``get_logprobs`` and the loss, alone, packed and packed with ``fuse_loss``.
-    """
+    """Upstream's functions with chunks and without filters, and no other class within reach."""
     root = source("NEMO_RL_SRC") / "nemo_rl"
     functions = {
         "distributed/model_utils.py": (

@@ -5,12 +5,7 @@ from __future__ import annotations
 import re
 from itertools import product
 
-import pytest
-
-from fp8rl import PinPolicy
 from fp8rl.listing import listed, number_ranges
-from fp8rl.models.spec import ModelSpec
-from fp8rl.recipe import Pins
 
 LEAVES = ("self_attn.q_proj", "mlp.down_proj")
 
@@ -67,16 +62,3 @@ def test_what_does_not_fit_is_counted():
     shown = text.split(" and ")[0].split(", ")
     assert text.endswith(f" and {50 - len(shown)} more")
     assert listed(["y" * 500, "z"]) == f"{'y' * 500} and 1 more"
-
-
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_the_line_about_pins_stays_short(kind):
-    """It names every pinned module: 60 layers made 6 KB of it."""
-    config = {"model_type": "qwen3", "num_hidden_layers": 60}
-    if kind == "moe":
-        config |= {"model_type": "qwen3_moe", "num_experts": 16}
-    policy = PinPolicy(Pins(layers=tuple(range(0, 60, 2))), ModelSpec.of(config).names)
-    assert len(policy.bf16_linears()) >= 30 * 7
-    assert len(policy.summary()) < 600
-    policy = PinPolicy(Pins(last=59), ModelSpec.of(config).names)
-    assert len(policy.summary()) < 600

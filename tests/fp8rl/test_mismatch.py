@@ -51,7 +51,7 @@ def assert_close(actual: MismatchMetrics, wanted: dict[str, float]) -> None:
         assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     shape=st.tuples(st.integers(1, 5), st.integers(1, 40)),
     seed=st.integers(0, 2**31),
@@ -72,17 +72,6 @@ def test_equal_to_the_loops(shape, seed, noise, dtype, mask_dtype, poison):
     trainer[~mask] = math.nan
     actual = mismatch_metrics(rollout, trainer, mask.to(mask_dtype), low=0.8, high=1.3)
     assert_close(actual, expected(pairs, 0.8, 1.3))
-
-
-def test_kl_estimators_approach_the_true_divergence():
-    p = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
-    q = torch.tensor([0.15, 0.2, 0.35, 0.3], dtype=torch.float64)
-    kl = (p * (p / q).log()).sum().item()
-    sample = torch.multinomial(p, 200_000, True, generator=torch.Generator().manual_seed(0))
-    found = mismatch_metrics(p.log()[sample], q.log()[sample], torch.ones(200_000))
-    assert found.kl_k1 == pytest.approx(kl, rel=0.1)
-    assert found.kl_k3 == pytest.approx(kl, rel=0.05)
-    assert found.chi_square == pytest.approx(((q * q / p).sum() - 1).item(), rel=0.05)
 
 
 def test_effective_sample_size_does_not_overflow():

@@ -7,7 +7,6 @@ import math
 from types import MappingProxyType
 from typing import Any
 
-import pydantic
 import pytest
 import yaml
 from hypothesis import given
@@ -72,11 +71,6 @@ def test_round_trip_through_a_plain_dict():
     assert Recipe.from_dict(Recipe().to_dict()) == Recipe()
 
 
-def test_frozen():
-    with pytest.raises(pydantic.ValidationError):
-        Recipe().rollout = False  # type: ignore[misc]
-
-
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("suffix", [".yaml", ".yml", ".json", ""])
 def test_load_from_a_file(tmp_path, suffix, wrapped):
@@ -93,11 +87,6 @@ def test_an_empty_file_is_the_default(tmp_path, text):
     assert Recipe.load(path) == Recipe()
 
 
-def test_load_from_json_text():
-    assert Recipe.load(" " + json.dumps(FULL)) == Recipe.from_dict(FULL)
-    assert Recipe.load('{"fp8rl": {"rollout": false}}').rollout is False
-
-
 def test_from_env(monkeypatch, tmp_path):
     monkeypatch.delenv(RECIPE_ENV, raising=False)
     assert Recipe.from_env() is None
@@ -110,13 +99,6 @@ def test_from_env(monkeypatch, tmp_path):
     monkeypatch.setenv(RECIPE_ENV, '{"pins": {"layer": [1]}}')
     with pytest.raises(RecipeError, match=rf"unknown key '{RECIPE_ENV}\.pins\.layer'"):
         Recipe.from_env()
-
-
-@pytest.mark.parametrize("text", ["off", "'off'"])
-def test_bare_off_in_yaml_means_off(tmp_path, text):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(f"importance_sampling:\n  mode: {text}\n")
-    assert Recipe.load(path).importance_sampling.mode == "off"
 
 
 def unknown_key_paths() -> list[tuple[str, ...]]:
@@ -150,7 +132,6 @@ def test_all_mistakes_are_told_at_once():
     ("data", "message"),
     [
         ({"weights": {"block": [64, 128]}}, "recipe.weights.block.0"),
-        ({"weights": {"block": [128]}}, "recipe.weights.block"),
         ({"weights": {"scale_format": "e8m0"}}, "recipe.weights.scale_format"),
         ({"activations": {"group": 64}}, "recipe.activations.group"),
         ({"pins": {"layers": ["first"]}}, "recipe.pins.layers.0"),
@@ -161,9 +142,7 @@ def test_all_mistakes_are_told_at_once():
         ({"kv_cache": {"margin": 0.5}}, "recipe.kv_cache.margin"),
         ({"importance_sampling": {"mode": "drop"}}, "recipe.importance_sampling.mode"),
         ({"importance_sampling": {"high": 0}}, "recipe.importance_sampling.high"),
-        ({"importance_sampling": {"high": float("inf")}}, "recipe.importance_sampling.high"),
         ({"importance_sampling": {"mode": "clip"}}, "mode 'clip' needs 'low'"),
-        ({"importance_sampling": {"mode": "mask"}}, "mode 'mask' needs 'low'"),
         ({"importance_sampling": {"low": 0.5}}, "'low' has no meaning with mode 'truncate'"),
         (
             {"importance_sampling": {"mode": "clip", "low": 3, "high": 2}},
@@ -181,15 +160,6 @@ def test_all_mistakes_are_told_at_once():
         ({"exact": True, "kv_cache": {"in_training": False}}, "exact needs rollout, training and"),
         ({"exact": True, "rollout": False, "kv_cache": {"dtype": "auto"}}, "exact needs rollout,"),
         ({"allow_untested_gpu": True}, "allow_untested_gpu needs training: false, and weights.sc"),
-        (
-            {
-                "exact": False,
-                "allow_untested_gpu": True,
-                "training": False,
-                "weights": {"scale_format": "pow2"},
-            },
-            "weights.scale_format and activations.scale_format pow2",
-        ),
         (
             {"pins": {"layers": [True]}},
             r"^Bad recipe: '.*\.0' must be a valid integer, not True\.$",
@@ -214,7 +184,6 @@ def test_bad_values(data, message):
     [
         ("r.json", b"{", "r.json is not valid JSON: Expecting property name"),
         ("r.json", b'{"a": ' * 20000, "r.json is not valid JSON: it is nested too deeply."),
-        ("r.json", b"9" * 5000, "r.json is not valid JSON: Exceeds the limit"),
         (
             "r.yaml",
             b"pins:\n  layers: [1",
@@ -229,7 +198,6 @@ def test_bad_values(data, message):
             b"a: !!timestamp 2026-13-45",
             "r.yaml holds a value that YAML cannot read: month must be",
         ),
-        ("r.yaml", b"a: !!int ''", "r.yaml holds a value that YAML cannot read"),
         ("r.yaml", b"a: &a [*a]", "unknown key"),
         ("r.yaml", b"- 1\n- 2\n", "r.yaml must be a mapping of recipe keys, not list"),
         ("r.yaml", b"\xff\xfe\xfa", "r.yaml' cannot be read"),
@@ -285,10 +253,6 @@ def test_nothing_is_cast(path):
         with pytest.raises(RecipeError) as caught:
             Recipe.from_dict(changed(path, given))
         assert f"'recipe.{'.'.join(path)}" in str(caught.value), given
-
-
-def test_whole_numbers_may_stand_for_floats():
-    assert Recipe.from_dict({"kv_cache": {"margin": 2}}).kv_cache.margin == 2.0
 
 
 @pytest.mark.parametrize(
@@ -351,13 +315,10 @@ def test_numbers_that_are_not_finite_are_refused_by_their_key(tmp_path):
         ("rolout", "'recipe.rollout'"),
         ("pins.layrs", "'recipe.pins.layers'"),
         ("pins.kind", "'recipe.pins.kinds'"),
-        ("kvcache", "'recipe.kv_cache'"),
         ("KV-Cache", "'recipe.kv_cache'"),
         ("kv_cache.recalibration", "'recipe.kv_cache.recalibrate'"),
         ("kv_cache_dtype", "'recipe.kv_cache.dtype'"),
         ("dtype", "'recipe.kv_cache.dtype'"),
-        ("margin", "'recipe.kv_cache.margin'"),
-        ("last", "'recipe.pins.last'"),
         ("scale_format", "'recipe.weights.scale_format' or 'recipe.activations.scale_format'"),
         ("importance_sampling.rejection.hig", "'recipe.importance_sampling.rejection.high'"),
     ],
@@ -375,13 +336,10 @@ def test_a_misspelled_or_misplaced_key_is_told_what_to_write(path, meant):
     ("section", "key", "value", "meant"),
     [
         ("kv_cache", "dtype", "fp8", "'fp8_e4m3'"),
-        ("kv_cache", "dtype", "e4m3", "'fp8_e4m3'"),
-        ("kv_cache", "dtype", "float8", "'fp8_e4m3'"),
         ("kv_cache", "dtype", "fp8_e5m2", "'fp8_e4m3'"),
         ("kv_cache", "dtype", "FP8_E4M3", "'fp8_e4m3'"),
         ("kv_cache", "dtype", "int8", "'int8_per_token_head'"),
         ("kv_cache", "dtype", "bf16", "'auto'"),
-        ("kv_cache", "dtype", "bfloat16", "'auto'"),
         ("weights", "scale_format", "ue8m0", "'pow2'"),
         ("weights", "scale_format", "float32", "'fp32'"),
         ("importance_sampling", "level", "tokens", "'token'"),
@@ -396,13 +354,6 @@ def test_another_spelling_of_a_value_is_told_the_one_that_is_read(section, key, 
     assert str(caught.value).endswith(f"(write {meant}).")
     right = meant.partition(" or ")[0].strip("'")
     Recipe.from_dict({section: {key: [right] if isinstance(value, list) else right}})
-
-
-@pytest.mark.parametrize("value", ["", "-", "zzz", 3, None, True, "x" * 5000])
-def test_nothing_is_offered_for_a_value_that_is_like_none(value):
-    with pytest.raises(RecipeError, match=r"kv_cache\.dtype' must be 'fp8_e4m3'") as caught:
-        Recipe.from_dict({"kv_cache": {"dtype": value}})
-    assert "(write" not in str(caught.value) and len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("path", [*leaves(FULL), ("pins",), ("importance_sampling",)], ids=".".join)

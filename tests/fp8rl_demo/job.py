@@ -1,7 +1,4 @@
-"""Run by test_run.py: a job of the demo without the command around it, whose events go nowhere.
-
-Argument: the job as JSON.
-"""
+"""Run by test_run.py: the job of its argument, as JSON, without the command around it."""
 
 from __future__ import annotations
 

@@ -69,27 +69,6 @@ def test_gradients_are_those_of_float32_rounded(calls: list[int]):
         assert torch.equal(x, y.bfloat16())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
-def test_other_dtypes_stay_as_they_are(dtype):
-    given = operands() if dtype.is_floating_point else tuple(x.mul(9) for x in operands())
-    a, b, _ = (x.to(dtype) for x in given)
-    before = torch.bmm(a, b)
-    with float32_products():
-        assert torch.equal(torch.bmm(a, b), before)
-        assert torch.equal(a[0] @ b[0], before[0])
-        with pytest.raises(RuntimeError, match="dtype"):
-            torch.mm(a[0], b[0].bfloat16())
-        with pytest.raises(RuntimeError, match="dtype"):
-            torch.mm(a[0].bfloat16(), b[0])
-
-
-def test_torchs_own_kernels_are_back_afterwards(calls: list[int]):
-    with float32_products():
-        pass
-    products(*operands())
-    assert not calls
-
-
 @pytest.mark.parametrize(("machine", "has"), [("x86_64", "AVX512"), ("aarch64", "DEFAULT")])
 def test_other_cpus_keep_their_products(
     monkeypatch: pytest.MonkeyPatch, calls: list[int], machine: str, has: str

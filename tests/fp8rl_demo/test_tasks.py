@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,16 +23,6 @@ def test_problems_are_right_and_disjoint() -> None:
         # Independent truth: Python's own arithmetic on the prompt.
         assert problem.answer == str(eval(problem.prompt.removesuffix("=")))
         assert int(problem.answer) >= 0
-
-
-@pytest.mark.parametrize(
-    ("split", "digest"),
-    [("train", "b9e987edb1897457"), ("validation", "510823f8d8e3ceb1")],
-)
-def test_problems_are_those_of_the_figures(split: tasks.Split, digest: str) -> None:
-    """The measured runs of the demo had these problems, in this order."""
-    text = "".join(f"{p.prompt}{p.answer}\n" for p in tasks.load_problems(split))
-    assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
 
 
 @pytest.mark.parametrize(
@@ -99,23 +87,3 @@ def test_without_reasoning_gym_its_tasks_are_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(OptionError, match="not installed; run pip install reasoning-gym, or give"):
         task_of("gcd")
-
-
-def test_problems_without_an_answer_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = [{"question": "1+1?", "answer": "2"}, {"question": "Solve it.", "answer": None}]
-    gym = SimpleNamespace(create_dataset=lambda name, **options: entries)
-    monkeypatch.setitem(sys.modules, "reasoning_gym", gym)
-    utils = SimpleNamespace(extract_answer=None)
-    monkeypatch.setitem(sys.modules, "reasoning_gym.utils", utils)
-    with pytest.raises(OptionError, match="'rubiks_cube' of reasoning-gym has problems without an"):
-        task_of("rubiks_cube")
-
-
-def test_seed_and_step_change_the_batch() -> None:
-    problems = tasks.load_problems("train")
-    batches = {
-        tasks.sample_batch(problems, 16, seed=seed, step=step)
-        for seed in range(3)
-        for step in range(3)
-    }
-    assert len(batches) == 9

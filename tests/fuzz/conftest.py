@@ -1,8 +1,4 @@
-"""Engines, length and counts of the fuzz.
-
-``make fuzz`` sets ``FUZZ_EXAMPLES``; without it, as in ``make slow``, each test runs a short slice
-that is the same each time.
-"""
+"""Engines, length and counts of the fuzz; ``make fuzz`` sets ``FUZZ_EXAMPLES``."""
 
 from __future__ import annotations
 

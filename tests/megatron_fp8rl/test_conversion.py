@@ -34,6 +34,7 @@ from support.megatron import (
     quantized_weights,
     tokens,
 )
+from support.numeric import same_codes
 
 pytestmark = pytest.mark.usefixtures("mcore")
 
@@ -49,12 +50,6 @@ def _gpt(head_dim: int = 64, *, dtype=torch.bfloat16, layers: int = 2, tied=Fals
         tie_word_embeddings=tied,
     )
     return build_gpt(config, dtype=dtype, **overrides)
-
-
-def _codes_equal(a: Quantized, b: Quantized) -> bool:
-    return torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8)) and torch.equal(
-        a.scale_inv, b.scale_inv
-    )
 
 
 # ---- what changes, and what does not
@@ -128,9 +123,7 @@ def test_pins_are_global_under_virtual_pipeline_stages():
 
 
 def test_the_table_is_true_of_every_module_and_tells_of_lost_pins(tmp_path):
-    """Class and storage of each weight, against its row. The naive way forwards a part of the
-    settings (NeMo RL did not pass ``first_last_layers_bf16`` on) or counts the layers of one stage:
-    either gives another table, which is compared with the saved one."""
+    """Class and storage of each weight, against its row."""
     gpt = _gpt(layers=4)
     conversion = convert_alone(
         gpt, pinned(first=1, last=1, names=("model.layers.1.mlp.down_proj",))
@@ -244,8 +237,7 @@ def _assert_closed(handle: Conversion, folder: Any) -> None:
 
 @pytest.mark.parametrize("recipe", ["same", "other pins", "bf16"])
 def test_converting_twice_is_an_error_whatever_the_second_recipe(recipe):
-    """With other pins no module is asked for twice, so a check of each module to convert passes,
-    and the second table lies: it calls layer 0 BF16, which runs in FP8."""
+    """With other pins no module is asked for twice, so a check of each module would pass."""
     gpt, ids = _gpt(), tokens(batch=4)
     conversion = convert_alone(gpt, pinned(last=1))
     before = losses(gpt, ids)
@@ -264,8 +256,7 @@ def test_converting_twice_is_an_error_whatever_the_second_recipe(recipe):
 
 
 def test_a_handle_says_that_another_has_closed_its_conversion(tmp_path):
-    """The naive handle keeps a list of modules: it tells of FP8 modules that run in BF16, and its
-    own close() raises a TypeError half way, or turns a later conversion off."""
+    """The naive handle's list of modules is stale, and its close() breaks a later conversion."""
     gpt, ids = _gpt(), tokens(batch=4)
     bf16 = losses(gpt, ids)
     one = convert_alone(gpt)
@@ -369,7 +360,7 @@ def test_codes_are_those_of_the_exported_weights(head_dim, scale_format):
                 weight = torch.cat([exported[f"{prefix}{x}_proj"] for x in "qkv"])
             else:
                 weight = exported[name]
-            assert _codes_equal(codes, quantize_block(weight, scale_format=scale_format)), name
+            assert same_codes(codes, quantize_block(weight, scale_format=scale_format)), name
             seen += 1
     assert seen == 2 * (5 if head_dim == 32 else 7)
 
@@ -437,8 +428,8 @@ def test_codes_are_made_once_for_all_micro_batches_that_keep_them(recompute, lau
         weights = {n.removesuffix(".weight"): t for n, t in export_hf(keeping.ddp)}
         truth = quantize_block(weights["model.layers.0.mlp.down_proj"])
         rowwise, columnwise = kept(of)
-        assert _codes_equal(rowwise, truth)
-        assert _codes_equal(columnwise, Quantized(*(t.t().contiguous() for t in truth)))
+        assert same_codes(rowwise, truth)
+        assert same_codes(columnwise, Quantized(*(t.t().contiguous() for t in truth)))
     for one, other in zip(plain.ddp.parameters(), keeping.ddp.parameters(), strict=True):
         assert torch.equal(one.main_grad, other.main_grad)
     assert not _kept(keeping.conversion)

@@ -26,7 +26,7 @@ from megatron_fp8rl.kv.observers import QKVObserver
 from support.gaps import gap
 from support.gated_delta_net import token_by_token
 from support.megatron import convert_alone, hf_gpt, logprobs, prompts
-from support.numeric import relative_error
+from support.numeric import relative_error, same_codes
 from support.processes import run_ranks
 from support.tiny import make_qwen35_checkpoint
 from vllm_fp8rl.testing.hf_reference import load_reference
@@ -133,19 +133,16 @@ def test_codes_are_the_rollouts(mcore, paths, name):
     module = conversion.modules["model.layers.0.linear_attn.in_proj_qkvz"]
     codes = weight_codes_hf(module)
     fused = [tensors[f"model.layers.0.linear_attn.in_proj_{part}.weight"] for part in ("qkv", "z")]
-    expected = quantize_block(torch.cat(fused))
-    found = [codes[f"model.layers.0.linear_attn.in_proj_{part}"] for part in ("qkv", "z")]
-    joined = torch.cat([each.codes.view(torch.uint8) for each in found])
-    assert torch.equal(joined, expected.codes.view(torch.uint8))
-    assert torch.equal(torch.cat([each.scale_inv for each in found]), expected.scale_inv)
+    parts = [codes[f"model.layers.0.linear_attn.in_proj_{part}"] for part in ("qkv", "z")]
+    joined = tuple(torch.cat(each) for each in zip(*parts, strict=True))
+    assert same_codes(joined, quantize_block(torch.cat(fused)))
     wire = dict(fp8_wire(export_hf(model), conversion.policy, "fp32"))
     for layer in (0, ATTENTION):
         for part in ("linear_attn.in_proj_qkv", "self_attn.q_proj", "linear_attn.out_proj"):
             key = f"model.layers.{layer}.{part}.weight"
             if key in tensors:
-                expected = quantize_block(tensors[key])
-                assert torch.equal(wire[key].view(torch.uint8), expected.codes.view(torch.uint8))
-                assert torch.equal(wire[f"{key}_scale_inv"], expected.scale_inv)
+                found = wire[key], wire[f"{key}_scale_inv"]
+                assert same_codes(found, quantize_block(tensors[key]))
     assert wire["model.layers.0.linear_attn.in_proj_b.weight"].dtype == torch.bfloat16
 
 

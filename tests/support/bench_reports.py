@@ -19,17 +19,7 @@ def report(
     device: str = "NVIDIA H100",
     failed: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return a report with a row for each speed, and a trainer's mismatch of each KL.
-
-    Args:
-        speeds: tokens/s of both calls, or of each.
-        kl: of rollout and trainer.
-        errors: probability errors that are not 1.05.
-        layer: milliseconds of a layer in BF16 and FP8.
-        random: the weights are.
-        device: name of the GPU, or CPU.
-        failed: why what failed of the row of exact, which has nothing else then.
-    """
+    """A report with a row for each speed, and a trainer's mismatch of each KL."""
     rows = {
         name: {
             "failed": {},

@@ -21,16 +21,12 @@ def kernels_round() -> bool:
 
 
 def attends_in_amx() -> bool:
-    """Whether vLLM's attention of BF16 runs on AMX, which multiplies probabilities rounded to BF16
-    (``_get_attn_isa`` in ``vllm/v1/attention/backends/cpu_attn.py``)."""
+    """Whether vLLM's attention of BF16 runs on AMX (``_get_attn_isa`` of its ``cpu_attn.py``)."""
     return torch.cpu._is_amx_tile_supported()
 
 
 def few_rows_add_alike() -> bool:
-    """Whether a row of a float32 product has the same bits beside 4 to 15 rows as beside more.
-
-    MKL multiplies so few with other kernels where it has AVX-512, and fewer than 4 everywhere.
-    """
+    """Whether MKL sums a row beside 4 to 15 rows as beside more; with AVX-512 it does not."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 512, generator=generator) for n in (64, 256))
     whole = x @ w.t()

@@ -65,11 +65,7 @@ SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "
 
 
 def keep_process_groups(engine: Any) -> None:
-    """Keep an engine that goes from shutting down the process groups that all engines here share.
-
-    Args:
-        engine: an :class:`Engine`; before vLLM 0.31 nothing shuts them down.
-    """
+    """Keep a leaving engine from shutting down process groups that all share (vLLM 0.31 on)."""
     finalizer = getattr(engine.llm.llm_engine.engine_core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
@@ -164,10 +160,7 @@ def register_model(path: Path) -> None:
 
 @functools.cache
 def replace_kernels_once() -> None:
-    """Let vLLM replace its Triton kernels with the first engine of a process alone.
-
-    For each engine it looks through all that every module holds, which is two thirds of a start.
-    """
+    """Let vLLM replace its Triton kernels once: the search is two thirds of an engine's start."""
     from vllm.platforms import current_platform
 
     platform: Any = type(current_platform)

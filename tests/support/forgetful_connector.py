@@ -1,7 +1,4 @@
-"""A KV connector of vLLM that keeps keys and values in files, and forgets them when it is asked to.
-
-vLLM's own ``ExampleConnector`` but for ``reset_cache``, which that one lacks.
-"""
+"""vLLM's ``ExampleConnector`` with the ``reset_cache`` that it lacks."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ Calls = list[tuple[str, torch.Size]]
 
 
 def spy_on_swiglu(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Return a list to which each call of a fused function adds its name and the shape of gate and
-    up."""
+    """Return a list of each call of a fused function: its name, the shape of gate and up."""
     calls: Calls = []
     for name in FUSED:
         monkeypatch.setattr(linear, name, partial(_call, calls, name, getattr(linear, name)))
@@ -33,8 +32,7 @@ def compare_with_separate(
     weights: Sequence[torch.nn.Parameter],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Compare a fused MLP on a GPU with itself after ``give_back``: y, dx and the weights'
-    gradients. Nothing but the kernels computes the activation in the fused run."""
+    """Compare a fused MLP on a GPU with itself after ``give_back``: y, dx, weights' gradients."""
 
     def run() -> list[torch.Tensor]:
         leaf = x.clone().requires_grad_()

@@ -16,10 +16,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 
 def compute_in_float32(patch: pytest.MonkeyPatch) -> None:
-    """Let transformers' function compute the recurrence, for whole prompts.
-
-    All else stays vLLM's: projections, the gated norm, and the cache, which is not written.
-    """
+    """Let transformers' function compute the recurrence; all else stays vLLM's."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
     # Before 0.32 vLLM packs float32 convolutions too, by a kernel for BF16 alone.

@@ -154,16 +154,9 @@ def assert_as_close(
     far: float = 2.0,
     near: float = 0.6,
 ) -> None:
-    """Hold an engine in BF16 to what BF16 itself costs.
+    """Hold an engine in BF16 to what BF16 itself costs: ``own``, transformers' logprobs in it.
 
-    Args:
-        name: for the log.
-        actual: logprobs of the engine.
-        expected: those of transformers in float32 with the same fake quantization.
-        own: the same in BF16.
-        plain: those of transformers without quantization.
-        far: most times that the engine may be as far from ``expected`` as ``own`` is.
-        near: least share of the way from ``plain`` to ``expected``, in units of that of ``own``.
+    ``far``: most times ``own``'s distance; ``near``: least share of the way from ``plain``.
     """
     floor, found = gap(own, expected), gap(actual, expected)
     share, best = slope(actual, expected, plain), slope(own, expected, plain)
@@ -185,16 +178,7 @@ def check_through_refits(
     expected: Callable[..., torch.Tensor],
     **bounds: float,
 ) -> None:
-    """Refit with ``a``, ``b`` and ``a``: each time the logprobs of transformers, at the end the
-    first tokens, and everything in place.
-
-    Args:
-        engine: under test; BF16.
-        give: refits it with the checkpoint of a name.
-        expected: ``(name, rollout, recipe, **options)``: logprobs of the rollout by transformers,
-            as :func:`expected_logprobs` gives them.
-        bounds: of :func:`assert_as_close`.
-    """
+    """Refit with ``a``, ``b``, ``a``: transformers' logprobs each time, then the first tokens."""
     before, tokens = places(engine), []
     for name in "aba":
         give(name)

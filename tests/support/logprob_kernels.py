@@ -1,7 +1,4 @@
-"""A stand-in in plain torch for the kernel of fused log-probabilities: a CPU has no Triton.
-
-The kernel itself is compared with float64 in ``tests/fp8rl/numerics/test_logprobs.py``.
-"""
+"""A stand-in in plain torch for the kernel of fused log-probabilities: a CPU has no Triton."""
 
 from __future__ import annotations
 

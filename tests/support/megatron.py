@@ -122,15 +122,7 @@ def fp8_states(
 
 
 class Trainer:
-    """Megatron's own DDP, schedule and optimizer around a model in BF16.
-
-    Args:
-        gpt: model to train.
-        fp8: options to convert it with; None leaves it in BF16.
-        distributed: whether the optimizer is the distributed one.
-        lr: learning rate.
-        **ddp: options of ``DistributedDataParallelConfig``.
-    """
+    """Megatron's own DDP, schedule and optimizer around a BF16 model; ``fp8``: convert's keys."""
 
     def __init__(
         self,

@@ -52,10 +52,7 @@ BATCHES: dict[str, Requests] = {
 
 @dataclass
 class Batch:
-    """A step of an engine over random queries and a random cache.
-
-    Pages are in random order, and slots that no request has are NaN.
-    """
+    """A step of an engine over random queries and pages; slots that no request has are NaN."""
 
     requests: Requests
     heads: int = 8
@@ -108,8 +105,7 @@ class Batch:
         )
 
     def attend(self, flash: Any, *, splits: bool = True, exact: bool = False) -> torch.Tensor:
-        """Compute attention ``[tokens, heads, size]``; ``splits=False`` as vLLM does, ``exact`` as
-        in an engine with this recipe."""
+        """Attention ``[tokens, heads, size]``; ``splits=False`` as vLLM does."""
         metadata = self._metadata(
             flash.Fp8RLFlashMetadataBuilder, flash.FlashAttentionMetadata, splits
         )
@@ -163,11 +159,7 @@ class Batch:
 
 
 class Int8Batch(Batch):
-    """The same over a cache in INT8, which the backend itself has written from 16-bit tensors.
-
-    ``packed`` is the shape since vLLM 0.30. Slots that no request has hold codes and scales of any
-    bits, NaN among them.
-    """
+    """The same over INT8 that the backend wrote; ``packed`` is the shape since vLLM 0.30."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

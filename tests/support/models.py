@@ -19,7 +19,6 @@ from support.engine import FUSED, Engine, keep_process_groups, start_engine
 from vllm_fp8rl.refit import drop_requests
 
 LAYERS = 2
-ROLES = ("q", "k", "v")
 SHAPE: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 128,
@@ -124,11 +123,7 @@ class Model:
         return engine
 
     def held(self, sent: Mapping[str, torch.Tensor]) -> Tensors:
-        """Parameter of the engine -> its bytes, from the tensors as they were sent.
-
-        Written out from the README ("Numbers"), with the torch reference alone: FP8 weights are
-        quantized over the rows of a fused module, all else is cast to the engine's dtype.
-        """
+        """Bytes of each parameter from the tensors sent, by README ("Numbers") and reference."""
         held: Tensors = {}
         for name in ("model.embed_tokens", "model.norm", *([] if self.tied else ["lm_head"])):
             held[f"{name}.weight"] = self._plain(sent[f"{name}.weight"])

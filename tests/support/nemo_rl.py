@@ -36,10 +36,7 @@ def planned(policy: dict[str, Any], driver: str = "grpo") -> dict[str, Any]:
 
 
 def write_checkout(folder: Path) -> Path:
-    """Write a checkout of NeMo RL that has what our patches rely on, and nothing else.
-
-    It stands in for the real one (``NEMO_RL_SRC``) in tests that are to be quick.
-    """
+    """Write a stand-in of ``NEMO_RL_SRC`` that has what our patches rely on, and nothing else."""
     from nemo_rl_ext.doctor.installation import relied_on
 
     modules: dict[str, dict[str, Any]] = {}
@@ -84,14 +81,7 @@ def extension(engine: Engine) -> Any:
 
 
 def put(config: dict[str, Any], path: str, new: Any, *, out: bool = False) -> None:
-    """Set a copy of a value by its dotted path, whose sections are made where they are missing.
-
-    Args:
-        config: of NeMo RL.
-        path: with the number of an item where a section is a list.
-        new: value.
-        out: take the key out instead.
-    """
+    """Set a copy of a value by its dotted path, making sections; ``out``: take the key out."""
     *sections, key = path.split(".")
     inner: Any = config
     for section in sections:

@@ -25,12 +25,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def environment(*folders: Path, **variables: str) -> dict[str, str]:
-    """Variables of a process that can import this checkout, ``support`` and what lies in folders.
-
-    Args:
-        folders: come first on the process's ``sys.path``.
-        variables: change or complete those of this process.
-    """
+    """Variables of a process that imports this checkout, ``support`` and ``folders`` first."""
     root = TESTS.parent
     before = os.environ.get("PYTHONPATH")
     path = [*folders, TESTS, root, root / "plugins", *([before] if before else [])]
@@ -44,15 +39,7 @@ def run_code(
     folders: tuple[Path, ...] = (),
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python code, indented or not, in a process of its own, whatever its exit code.
-
-    Args:
-        code: a program; or ``-m`` for the module that the first argument names.
-        arguments: given to the program as strings.
-        timeout: seconds.
-        folders: further folders from which it imports.
-        variables: environment variables that change.
-    """
+    """Run Python code, or ``-m`` of a module, in a process of its own, whatever its exit code."""
     program = [code] if code == "-m" else ["-c", textwrap.dedent(code)]
     return _run([*program, *map(str, arguments)], timeout, environment(*folders, **variables))
 
@@ -64,15 +51,7 @@ def run_script(
     folders: tuple[Path, ...] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Any:
-    """Run a script in a process of its own and return the JSON of its last line of output.
-
-    Args:
-        script: file to run.
-        arguments: given to the script as strings.
-        timeout: seconds.
-        folders: further folders from which the script imports.
-        variables: environment variables that change.
-    """
+    """Run a script in a process of its own and return the JSON of its last line of output."""
     env = environment(*folders, **(variables or {}))
     return answer(_run([str(script), *map(str, arguments)], timeout, env))
 
@@ -98,20 +77,9 @@ def run_forked(
     folders: tuple[Path, ...] = (),
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process that has imported the engines already, whatever its exit code.
+    """Run a script in a fork of a process that has imported the engines, whatever its exit code.
 
-    Imports take an engine's process most of its time: 6 s for vLLM and 2 s for Megatron. The first
-    call starts a process that has them and runs nothing, and each script is run in a fork of it,
-    with an environment, arguments and path of its own. What is read at import is as
-    ``support/engine.py`` has it, so a test of imports, or of what a user's new process does, needs
-    :func:`run_script` or :func:`run_code`.
-
-    Args:
-        script: file to run.
-        arguments: given to the script as strings.
-        timeout: seconds.
-        folders: further folders from which the script imports.
-        variables: environment variables that change.
+    Imports are most of a process's time; a test of imports needs :func:`run_script`.
     """
     command = [str(script), *map(str, arguments)]
     (done,) = _forked(command, [environment(*folders, **variables)], timeout)
@@ -126,13 +94,7 @@ def run_ranks(
     folders: tuple[Path, ...] = (),
     **variables: str,
 ) -> list[str]:
-    """As :func:`run_forked`, in several processes of one world, which the script joins.
-
-    It stands for ``launch``, whose processes each import the engines.
-
-    Returns:
-        stdout of each rank.
-    """
+    """As :func:`run_forked`, in several processes of one world, instead of ``launch``; stdouts."""
     command = [str(script), *map(str, arguments)]
     with tempfile.TemporaryDirectory(prefix="fp8rl-ranks-") as folder:
         shared = environment(*folders, **variables) | {
@@ -206,10 +168,7 @@ def _run_as_script(command: list[str], env: dict[str, str], out: Path, err: Path
 
 
 def answer(done: subprocess.CompletedProcess[str]) -> Any:
-    """The last JSON of the output; fails with what a process that failed wrote.
-
-    vLLM may log a line more to stdout while its processes end.
-    """
+    """The last JSON of the output; fails with what a process that failed wrote."""
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith(("{", "["))]
     return json.loads(lines[-1])
@@ -218,11 +177,7 @@ def answer(done: subprocess.CompletedProcess[str]) -> Any:
 def fork_engines() -> None:
     """Let vLLM fork the processes of this process's engines, and let them wait without a core.
 
-    vLLM's platform for CPUs always spawns them, and each imports vLLM again for 8 s of CPU time.
-    Those of ``examples/vllm_push.py``, which test_frameworks.py runs as a user does, are spawned.
-
-    Each process asks for messages without a pause for a second after the last one, before it
-    sleeps until the next one comes: that second is cut short, for two cores have other work to do.
+    CPU platforms spawn them, 8 s each, and they poll for a second after each message.
     """
     for name in ("engine.utils", "executor.multiproc_executor"):
         module: Any = importlib.import_module(f"vllm.v1.{name}")

@@ -38,10 +38,7 @@ def digest(root: Path) -> str:
 
 
 def environment(folder: Path, interpreter: Path, *, megatron: bool = False) -> dict[str, str]:
-    """Variables of the driver, of Ray and so of all workers; makes what they name in ``folder``.
-
-    With ``megatron`` what its worker imports is found too.
-    """
+    """Variables of the driver, of Ray and all workers; makes what they name in ``folder``."""
     ours = metadata.distribution("fp8rl")
     site = folder / "site" / f"fp8rl-{ours.version}.dist-info"
     site.mkdir(parents=True)

@@ -1,7 +1,4 @@
-"""A plugin of pytest for older engines: what fp8rl refuses with them is skipped.
-
-``FP8RL_TEST_REFUSED`` has the regex; ``noxfile.py`` sets it.
-"""
+"""A plugin of pytest for older engines: skips what fp8rl refuses, by ``FP8RL_TEST_REFUSED``."""
 
 from __future__ import annotations
 

@@ -6,18 +6,9 @@ import torch
 
 
 class RouteRecorder:
-    """Record the experts of every token, layer by layer, in the order of the forwards.
+    """Record the experts of every token, layer by layer; run one request at a time, eagerly.
 
-    vLLM returns them with ``enable_return_routed_experts``, but from 0.31 on only by a model runner
-    that needs Triton. This takes the place of its own capturer and is bound by its own function, so
-    it sees what vLLM would return. The engine must be eager. Tokens have no names here: run one
-    request at a time, or requests of one length that start together.
-
-    Args:
-        model: the engine's model.
-
-    Raises:
-        ValueError: vLLM's, where a kernel hides the router.
+    vLLM's own capturer needs Triton from 0.31 on; this is bound by the same function.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

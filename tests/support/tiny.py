@@ -36,32 +36,14 @@ _TOWER: dict[str, Any] = {
 
 
 def make_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
-    """Write a random Qwen3 with head size 128 in BF16 safetensors, without a tokenizer.
-
-    Args:
-        path: folder to write.
-        seed: seed of the weights.
-        changes: keys of ``Qwen3Config`` that differ from the defaults here.
-
-    Returns:
-        ``path``.
-    """
+    """Write a random Qwen3 with head size 128 in BF16 safetensors, without a tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     return _save(Qwen3Config, Qwen3ForCausalLM, path, seed, changes)
 
 
 def make_moe_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
-    """Write a random Qwen3-MoE in the same way, with six experts per layer and two per token.
-
-    Args:
-        path: folder to write.
-        seed: seed of the weights.
-        changes: keys of ``Qwen3MoeConfig`` that differ from the defaults here.
-
-    Returns:
-        ``path``.
-    """
+    """Write a random Qwen3-MoE in the same way, with six experts per layer and two per token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     experts = {
@@ -76,18 +58,7 @@ def make_moe_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
 def make_mla_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
     """Write a random DeepSeek-V3 in the same way: one dense layer, then two with eight experts.
 
-    Without changes it has Moonlight's shape: no ``q_lora_rank``, sigmoid router with a bias for
-    each expert, two shared experts. The latent is 512 and 64 wide, which is all that vLLM's kernel
-    for CPUs takes.
-
-    Args:
-        path: folder to write.
-        seed: seed of the weights.
-        changes: keys of the config that differ from the defaults here; ``model_type`` may be
-            ``deepseek_v2``.
-
-    Returns:
-        ``path``.
+    The latent is 512 and 64 wide, which is all that vLLM's kernel for CPUs takes.
     """
     import transformers
 
@@ -130,15 +101,7 @@ def make_qwen35_checkpoint(
 ) -> Path:
     """Write a random Qwen3.5 in the same way: three gated delta nets, then full attention.
 
-    Args:
-        path: folder to write.
-        seed: seed of the weights.
-        experts: eight experts per layer and a gated shared one, as in 35B-A3B; else as in 9B.
-        vision: the model is inside the vision wrapper, with a tower of one block.
-        changes: keys of the language model's config that differ from the defaults here.
-
-    Returns:
-        ``path``.
+    ``experts`` as in 35B-A3B, else as in 9B; ``vision``: inside the wrapper, with a tower.
     """
     import transformers
 
@@ -181,15 +144,7 @@ def make_qwen35_checkpoint(
 
 
 def make_qwen3_vl_checkpoint(path: Path, seed: int) -> Path:
-    """Write a random Qwen3-VL in the same way: a dense Qwen3 behind a tower of one block.
-
-    Args:
-        path: folder to write.
-        seed: seed of the weights.
-
-    Returns:
-        ``path``.
-    """
+    """Write a random Qwen3-VL in the same way: a dense Qwen3 behind a tower of one block."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [24, 20, 20]}
@@ -228,17 +183,7 @@ _ONLY_VLLM_READS: dict[str, dict[str, Any]] = {
 
 
 def make_family_checkpoint(path: Path, seed: int, model_type: str, **changes: Any) -> Path:
-    """Write a random model of a family with experts in the same way.
-
-    Args:
-        path: folder to write.
-        seed: seed of the weights.
-        model_type: a ``model_type`` of :mod:`fp8rl.models.families`, of a text model.
-        changes: keys of the config that differ from the defaults here.
-
-    Returns:
-        ``path``.
-    """
+    """Write a random text model of a family of :mod:`fp8rl.models.families` in the same way."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     known = {key: n for key, n in _MOE.items() if hasattr(AutoConfig.for_model(model_type), key)}

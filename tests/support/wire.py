@@ -41,15 +41,7 @@ class Wire:
 
 
 def make_wire(model: Model, seed: int, codes: bool, kv_scales: bool, *, calm: bool = False) -> Wire:
-    """A complete stream: random values, dtypes and order, all from ``seed``.
-
-    Args:
-        model: whose tensors.
-        seed: of everything.
-        codes: some FP8 weights come as codes with their scales.
-        kv_scales: K and V scales come too.
-        calm: no value that could make activations overflow.
-    """
+    """A complete stream, all from ``seed``; ``calm``: no value that could overflow activations."""
     rng = random.Random(seed)
     tensors: Tensors = {}
     fused_experts = bool(model.experts) and not codes and rng.random() < 0.5

@@ -19,23 +19,13 @@ Tensors = dict[str, torch.Tensor]
 
 
 def slope(actual: torch.Tensor, expected: torch.Tensor, base: torch.Tensor) -> float:
-    """How much of the way from ``base`` to ``expected`` an engine goes: 1 all of it, 0 none.
-
-    What an engine rounds otherwise is noise that this averages out, unlike a mean of differences.
-    """
+    """How much of the way from ``base`` to ``expected`` an engine goes: 1 all of it, 0 none."""
     step = (expected - base).double()
     return (((actual - base).double() @ step) / (step @ step)).item()
 
 
 def wrong_tensors(given: Tensors, earlier: Tensors) -> dict[str, Tensors]:
-    """What a refit of a model with experts could have done, with the tensors that it changes.
-
-    All of it is in the last layer, where a wrong tensor shows least.
-
-    Args:
-        given: tensors of the checkpoint that the engine was given.
-        earlier: those that it had before.
-    """
+    """What a refit with experts could have done wrong in the last layer, where it shows least."""
     numbers = [int(n) for name in given for n in re.findall(r"\.layers\.(\d+)\.", name)]
     layer = [name for name in given if f".layers.{max(numbers)}." in name]
     two = [name for name in layer if ".experts.2." in name]
@@ -63,12 +53,6 @@ def changed_checkpoint(source: Path, folder: Path, changes: Tensors) -> Path:
 def nearer(
     actual: torch.Tensor, expected: torch.Tensor, wrong: Mapping[str, torch.Tensor]
 ) -> dict[str, float]:
-    """What of ``wrong`` an engine lies nearer to than to the reference, and how far that way.
-
-    Args:
-        actual: logprobs of the engine.
-        expected: those of transformers.
-        wrong: those of transformers with each of :func:`wrong_tensors`.
-    """
+    """What of ``wrong`` an engine lies nearer to than to the reference, and how far that way."""
     shares = {what: slope(actual, logprobs, expected) for what, logprobs in wrong.items()}
     return {what: share for what, share in shares.items() if not share < 0.5}  # a NaN too

@@ -54,10 +54,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def engine(checkpoints: dict[str, Path]) -> Iterator[Engine]:
-    """The session's engine: default recipe (FP8 linears, FP8 KV cache), loaded from ``a``.
-
-    A test that refits it must leave it with the weights of ``a`` and every scale at ``KV_SCALE``.
-    """
+    """The session's engine, of ``a``; leave it with ``a`` and every scale at ``KV_SCALE``."""
     from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 
     started = start_engine(checkpoints["a"], Recipe())
@@ -69,10 +66,7 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def other_engine(engine: Engine) -> Callable[..., Engine]:
-    """``other_engine(path, recipe, **llm_arguments)``: one more engine beside the session's.
-
-    Its KV scales are set, unless the cache is not FP8 or ``scaled=False``.
-    """
+    """``other_engine(path, recipe, **llm_arguments)``; scales are set unless ``scaled=False``."""
     from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 
     def start(path: Path, recipe: Recipe, *, scaled: bool = True, **changes: Any) -> Engine:
@@ -105,10 +99,7 @@ def shared_engine(
     expert_checkpoints: dict[str, Path],
     other_engine: Callable[..., Engine],
 ) -> Callable[[str], Engine]:
-    """``shared_engine(kind)``: the one engine of a kind of ``KINDS``, refitted with ``a``.
-
-    A kind with experts needs the group of :func:`moe_engine` where it is used.
-    """
+    """``shared_engine(kind)``: the one engine of a kind of ``KINDS``, refitted with ``a``."""
     from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
     from vllm_fp8rl.refit import drop_requests, refit
 

@@ -61,10 +61,7 @@ def rollout(folder: Path, recipe: Recipe) -> None:
 
 
 def trainer(folder: Path, recipe: Recipe) -> None:
-    """Score them on two ranks, with and without sequence parallelism, and on one for contrast.
-
-    One rank with its weights in two pipeline stages has that rank's bits.
-    """
+    """Score them on two ranks, on one for contrast, and in two pipeline stages."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -123,10 +120,7 @@ def built(folder: Path, recipe: Recipe, **options: Any) -> Any:
 
 
 def scored(model: Any, samples: list[tuple[list[int], torch.Tensor]]) -> list[torch.Tensor]:
-    """Log-probabilities of the sampled tokens of sequences in a row, of NeMo RL's function.
-
-    Of a stage that another one follows an empty list; its results go there.
-    """
+    """NeMo RL's logprobs of the sampled tokens; empty of a stage that another one follows."""
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 

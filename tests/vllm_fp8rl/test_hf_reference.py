@@ -40,10 +40,7 @@ def test_minimax_is_rotated_as_published_configs_say(
 
 @pytest.mark.slow
 def test_a_wrong_tensor_is_told_from_bf16_rounding(tmp_path: Path) -> None:
-    """As in ``tests/gpu/test_vllm_families.py``; transformers in BF16 stands in for the engine.
-
-    Its attention differs from that of the reference, so that not all of its rounding is the same.
-    """
+    """As in ``tests/gpu/test_vllm_families.py``; transformers in BF16 stands in for the engine."""
 
     def logprobs(path: Path, **options) -> torch.Tensor:
         return load_reference(path, RECIPE, **options).teacher_forced_logprobs(TOKENS).flatten()

@@ -20,10 +20,7 @@ KV = {f"model.layers.{n}.self_attn.{r}_scale": KV_SCALE for n in range(LAYERS) f
 
 
 def differences(engine: Engine, reference: Reference, request: object) -> torch.Tensor:
-    """Differences of the logprobs of greedy answers, in float64.
-
-    vLLM on a CPU computes no logprobs of prompts where it serves adapters.
-    """
+    """In float64, of greedy answers: vLLM on a CPU has no prompt logprobs with adapters."""
     from vllm import SamplingParams
 
     outputs = engine.llm.generate(

@@ -89,27 +89,6 @@ def engine_config(engine):
     return engine.llm.llm_engine.vllm_config
 
 
-def test_replicated_linear_quantizes_too(engine):
-    """vLLM's own loader for it would cast BF16 to FP8 codes without a word."""
-    vllm_config = engine_config(engine)
-    name = "model.layers.0.mlp.down_proj"
-    with set_current_vllm_config(vllm_config):
-        layer = ReplicatedLinear(
-            200, 300, bias=False, quant_config=vllm_config.quant_config, prefix=name
-        )
-    weight = torch.randn(300, 200, dtype=torch.bfloat16)
-    layer.weight.weight_loader(layer.weight, weight)
-    wanted = quantize_block(weight)
-    assert torch.equal(layer.weight.view(torch.uint8), wanted.codes.view(torch.uint8))
-    assert torch.equal(layer.weight_scale_inv, wanted.scale_inv)
-    x = torch.randn(3, 200)
-    y, _ = layer(x)
-    assert torch.equal(y, ReferenceBackend().fprop(quantize_group(x), wanted, torch.float32))
-    layer.weight.weight_loader(layer.weight, wanted.codes)
-    layer.weight_scale_inv.weight_loader(layer.weight_scale_inv, wanted.scale_inv)
-    assert torch.equal(layer(x)[0], y)
-
-
 def test_layers_and_models_that_are_not_served(engine):
     vllm_config = engine_config(engine)
     quant_config = vllm_config.quant_config

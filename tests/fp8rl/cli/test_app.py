@@ -82,12 +82,6 @@ def test_debug_lets_the_traceback_through(monkeypatch, how):
         cli.main()
 
 
-def test_no_arguments_shows_help():
-    result = run(engines())
-    assert "Usage" in result.output
-    assert "recipe" in result.output
-
-
 def test_recipe_prints_all_defaults_as_yaml(tmp_path, monkeypatch):
     result = run(engines(), "recipe")
     assert result.exit_code == 0

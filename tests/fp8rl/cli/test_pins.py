@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8rl.errors import OptionError, PinError
+from fp8rl.errors import OptionError
 from support.command import engines, run, run_main, table_rows
 
 
@@ -31,11 +31,6 @@ def test_pins_with_pins_of_plugins(install, monkeypatch, capsys):
     install(code + "def register_pins(module_names): return Pins(first=1)", name="pinner")
     code, out, _ = run_main(monkeypatch, capsys, "pins", "--layers", "2")
     assert "o_proj (first: 1)" in table_rows(out)["0"][1]
-
-
-def test_a_pin_that_matches_nothing():
-    result = run(engines(), "pins", "--recipe", '{"pins": {"layers": [7]}}', "--layers", "5")
-    assert isinstance(result.exception, PinError)
 
 
 def moe_names() -> list[str]:
@@ -61,15 +56,6 @@ def test_pins_takes_names_from_the_weights(tmp_path, kind):
     assert list(rows) == ["outside", "2", "10"]
     assert rows["10"] == ("experts", "")
     assert rows["2"] == ("experts", "router (always: router)")
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_pins_takes_the_layers_from_the_config(tmp_path, nested):
-    config = {"num_hidden_layers": 4}
-    config = {"text_config": config} if nested else config
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    result = run(engines(), "pins", str(tmp_path), "--recipe", '{"pins":{"first":1}}')
-    assert {"outside", "0", "1-3"} == set(table_rows(result.stdout))
 
 
 def test_pins_knows_the_names_of_a_mixture_by_its_config(tmp_path):
@@ -101,14 +87,10 @@ def row(*offsets: int) -> dict:
     [
         (None, None, "config.json' cannot be read (No such file or directory); give the folder of"),
         (CONFIG, "{", "config.json is not valid JSON: Expecting property name"),
-        (CONFIG, "", "config.json is not valid JSON: Expecting value"),
         (CONFIG, b"\xff\xfe\x00", "config.json' is not UTF-8 text ('utf-8' codec"),
         (CONFIG, "[" * 20000, "config.json is not valid JSON: it is nested too deeply"),
-        (CONFIG, "9" * 5000, "config.json is not valid JSON: Exceeds the limit"),
         (CONFIG, [1, 2], "config.json' holds a list, not a JSON object; correct it."),
-        (CONFIG, None, "config.json' holds a NoneType, not a JSON object"),
         (CONFIG, {}, "config.json' has no key 'num_hidden_layers'; correct it"),
-        (CONFIG, {"text_config": {"a": 1}}, "config.json' has no key 'num_hidden_layers'"),
         (CONFIG, {"text_config": [1]}, "config.json': the model's text_config is [1]; correct it"),
         (
             CONFIG,
@@ -130,10 +112,7 @@ def row(*offsets: int) -> dict:
                 (-3, "-3"),
                 (0, "0"),
                 (True, "True"),
-                (2.0, "2.0"),
-                ("2", "'2'"),
                 (None, "None"),
-                ([2], "[2]"),
                 (10**12, "1000000000000"),
             ]
         ),
@@ -151,19 +130,12 @@ def row(*offsets: int) -> dict:
         (CONFIG, MIXTURE | {"num_local_experts": "8"}, "num_local_experts is '8'; correct it"),
         (CONFIG, MIXTURE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; correct it"),
         (CONFIG, MIXTURE | {"mlp_only_layers": 1}, "mlp_only_layers is 1; correct it to a list"),
-        (
-            CONFIG,
-            {**MIXTURE, "num_experts": 2, "model_type": "x"},
-            "has no weights to take its module names from",
-        ),
         (INDEX, "{", "index.json is not valid JSON"),
         (INDEX, [], "index.json' holds a list"),
         (INDEX, {}, "index.json' has no weight_map from tensors to files; download"),
-        (INDEX, {"weight_map": []}, "index.json' has no weight_map from tensors to files"),
         (INDEX, {"weight_map": {"a.weight": 3}}, "index.json' has no weight_map from tensors to"),
         (INDEX, {"weight_map": {}}, "' holds no weight; download the model again."),
         (INDEX, {"weight_map": {"a.weight": "b"}}, "index.json' names 'b', which is not there"),
-        (INDEX, {"weight_map": {"a.weight": "."}}, "names '.', which is no name of a file in its"),
         (INDEX, {"weight_map": {"a.weight": "../b"}}, "names '../b', which is no name of a file"),
         (INDEX, {"weight_map": {"a.weight": "/etc/b"}}, "names '/etc/b', which is no name of a f"),
         (INDEX, '{"weight_map": {"a": "b", "a": "c"}}', "index.json.weight_map.a' is given twice"),
@@ -171,8 +143,6 @@ def row(*offsets: int) -> dict:
         (WEIGHTS, "", "model.safetensors' is no whole safetensors file ("),
         (WEIGHTS, "version https://git-lfs.github.com/spec/v1", "is no whole safetensors file ("),
         (WEIGHTS, stored({}, length=2**63), "is no whole safetensors file ("),
-        (WEIGHTS, stored({}, length=100), "is no whole safetensors file ("),
-        (WEIGHTS, stored([]), "is no whole safetensors file ("),
         (WEIGHTS, stored({"a.weight": {}}), "is no whole safetensors file ("),
         (WEIGHTS, stored(row(0, 4), b"\0" * 3), "is no whole safetensors file ("),
         (WEIGHTS, stored({}), "' holds no weight; download the model again."),

@@ -47,24 +47,10 @@ def _scales_of_the_next_row(q: Quantized) -> Quantized:
     return Quantized(q.codes, q.scale_inv.roll(1, 0))
 
 
-def _scales_in_another_order(q: Quantized) -> Quantized:
-    rows, groups = q.scale_inv.shape
-    return Quantized(q.codes, q.scale_inv.reshape(groups, rows).t())
-
-
-def _last_row_lost(q: Quantized) -> Quantized:
-    codes = q.codes.clone()
-    codes[-1:] = 0
-    return Quantized(codes, q.scale_inv)
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
-@pytest.mark.parametrize(
-    "change", [_scales_of_the_next_row, _scales_in_another_order, _last_row_lost]
-)
-def test_wrong_products_are_found(change, shape, direction):
-    assert product_error(_Wrong(change), direction, shape, CPU) > RIGHT
+def test_wrong_products_are_found(shape, direction):
+    assert product_error(_Wrong(_scales_of_the_next_row), direction, shape, CPU) > RIGHT
 
 
 class _Overwrites(ReferenceBackend):
@@ -97,9 +83,3 @@ class _Unwritten(ReferenceBackend):
 def test_each_way_to_be_wrong_is_found(backend, direction, shape):
     assert product_error(backend, "dgrad", shape, CPU) < RIGHT  # what it does right
     assert not product_error(backend, direction, shape, CPU) < RIGHT
-
-
-def test_the_random_state_is_left_alone():
-    before = torch.get_rng_state()
-    product_error(ReferenceBackend(), "fprop", SHAPES[0], CPU)
-    assert torch.equal(torch.get_rng_state(), before)

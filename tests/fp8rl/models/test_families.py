@@ -12,7 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from fp8rl import PinPolicy
 from fp8rl.errors import PinError
 from fp8rl.models import families
-from fp8rl.models.families import FAMILIES, FUSED, kind_of
+from fp8rl.models.families import FAMILIES, kind_of
 from fp8rl.models.sizes import Sizes
 from fp8rl.models.spec import ModelSpec
 from fp8rl.recipe import Pins
@@ -179,13 +179,6 @@ def test_every_entry_has_a_case_and_agrees_with_the_others(family: families.Fami
             assert families.default_reason(module.name) == module.bf16
 
 
-def test_a_model_type_is_in_one_entry() -> None:
-    types = [kind for family in FAMILIES for kind in family.model_types]
-    assert len(set(types)) == len(types)
-    parts = [part for names in FUSED.values() for part in names]
-    assert len(set(parts)) == len(parts)
-
-
 def test_what_is_in_bf16_by_default_and_how_a_recipe_changes_it() -> None:
     names = ModelSpec.of(moonlight(q_lora_rank=128)).names
     name = "model.layers.1.self_attn.kv_b_proj"
@@ -206,14 +199,6 @@ def test_what_is_in_bf16_by_default_and_how_a_recipe_changes_it() -> None:
         PinPolicy(Pins(fp8=("*.o_proj",)), names)
     with pytest.raises(PinError, match=r"not all parts of the fused '.*fused_qkv_a_proj'; pin all"):
         PinPolicy(Pins(names=("*.q_a_proj",)), names)
-
-
-def test_all_wrappers_have_one_prefix() -> None:
-    """The trainer's names, which know that a model is wrapped and not by whom, rely on it."""
-    wrapped = [family for family in FAMILIES if family.wrapper]
-    assert {(family.wrapper, family.towers) for family in wrapped} == {
-        (families.QWEN3_5.wrapper, families.QWEN3_5.towers)
-    }
 
 
 def test_a_hybrid_under_a_wrapper() -> None:

@@ -15,7 +15,7 @@ from support.shapes import DTYPES as FLOATS
 DTYPES = [*FLOATS, FP8_DTYPE]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_all_finite_finds_the_tensors_with_a_bad_element(data):
     tensors, wanted = [], []

@@ -1,7 +1,4 @@
-"""Log-probabilities of chosen words and their gradient in one pass each, against float64.
-
-By Triton's kernel alone (see ``support/devices.py``).
-"""
+"""Log-probabilities of chosen words and their gradient in one pass each, against float64."""
 
 from __future__ import annotations
 

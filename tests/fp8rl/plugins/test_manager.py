@@ -22,8 +22,6 @@ def register_pins(module_names):
     return Pins(names=("*.0.mlp.down_proj",))
 """
 
-BUILTIN = ["reference", "scaled_mm", "deep_gemm", "triton"]
-
 
 class Backend(ReferenceBackend):
     def __init__(self, name: str) -> None:
@@ -52,13 +50,6 @@ def pinning(pins: object) -> SimpleNamespace:
         return pins
 
     return SimpleNamespace(register_pins=register_pins)
-
-
-def test_own_plugins_are_found_like_anyone_elses():
-    found = PluginManager()
-    assert {"vllm", "megatron", "nemo_rl"} <= set(found.entry_points)
-    assert found.has_plugin("nemo_rl")
-    assert found.broken == {}
 
 
 def test_an_entry_point_is_loaded(install):
@@ -154,23 +145,6 @@ def test_two_of_one_name(hook, call, offered, message):
         getattr(manager(*plugins), call)()
 
 
-def test_backends_and_correctors_of_several_plugins():
-    found = manager(
-        plugin(register_gemm_backends=[Backend("a")], register_is_correctors={"x": abs}),
-        plugin(register_gemm_backends=(Backend("b"),), register_is_correctors={"y": max}),
-    )
-    assert set(found.gemm_backends()) == {*BUILTIN, "a", "b"}
-    assert found.is_correctors() == {"x": abs, "y": max}
-
-
-def test_adapters_are_sorted():
-    adapters = [SimpleNamespace(name=name) for name in "cab"]
-    found = manager(
-        plugin(register_engine_adapters=adapters[:2]), plugin(register_engine_adapters=adapters[2:])
-    )
-    assert [adapter.name for adapter in found.engine_adapters()] == ["a", "b", "c"]
-
-
 def fail() -> None:
     raise OSError("no such file")
 
@@ -218,19 +192,6 @@ def test_a_plugin_cannot_change_the_names_that_pins_are_resolved_for(change):
     ):
         manager(SimpleNamespace(register_pins=register_pins)).pin_policy(Pins(last=1), names)
     assert names == [*ModelSpec.dense(2).names]
-
-
-def test_observers_are_called():
-    seen = []
-
-    @hookimpl
-    def step_finished(step, metrics):
-        seen.append((step, dict(metrics)))
-
-    manager(SimpleNamespace(step_finished=step_finished)).hook.step_finished(
-        step=3, metrics={"loss": 1.0}
-    )
-    assert seen == [(3, {"loss": 1.0})]
 
 
 def test_public_names():

@@ -1,7 +1,4 @@
-"""What ``exact`` refuses, and who puts its attention into service.
-
-Its bits: ``tests/vllm_fp8rl/test_exact.py``.
-"""
+"""What ``exact`` refuses, and who puts its attention into service; bits: vllm_fp8rl/test_exact."""
 
 from __future__ import annotations
 

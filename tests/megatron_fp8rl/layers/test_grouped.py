@@ -66,7 +66,7 @@ def _each(
     return torch.cat(outputs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 140), min_size=1, max_size=4),
     st.sampled_from(["none", "ddp", "apex", "some"]),
@@ -108,8 +108,7 @@ def test_results_are_those_of_each_expert_bit_for_bit(
 
 
 def test_each_expert_has_groups_of_its_own_tokens():
-    """The naive way, groups of 128 tokens counted on through all experts, mixes the tokens of two
-    of them into one scale."""
+    """The naive way, groups counted on through all experts, mixes tokens of two in one scale."""
     splits, weights = (40, 130, 7), _weights(3, "none", dtype=torch.float32)
     x, grad = torch.randn(177, IN), torch.randn(177, OUT)
     grouped_linear(x, splits, weights, None, _state(3), fusion=False).backward(grad)
@@ -170,23 +169,6 @@ def test_a_change_of_one_expert_is_seen(keep):
         assert torch.equal(after[:4], before[:4]) and not torch.equal(after[4:], before[4:])
         state.codes.drop()
         assert torch.equal(run(), after)
-
-
-@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
-def test_an_overflow_stays_with_its_token_and_its_expert(value):
-    weights, splits = _weights(2, "none", dtype=torch.float32), (4, 5)
-    x, grad = torch.randn(9, IN), torch.randn(9, OUT)
-    x[2, 7] = float(value)  # an activation of the first expert
-    grad[6, 3] = float(value)  # a gradient of the second
-    x.requires_grad_()
-    y = grouped_linear(x, splits, weights, None, _state(2), fusion=False)
-    y.backward(grad)
-    assert y.isnan().all(1).nonzero().flatten().tolist() == [2]
-    assert y.isnan().any(1).sum() == 1
-    assert x.grad.isnan().all(1).nonzero().flatten().tolist() == [6]
-    assert x.grad.isnan().any(1).sum() == 1
-    assert weights[0].grad.isnan().all(0).nonzero().flatten().tolist() == [7]
-    assert weights[1].grad.isnan().all(1).nonzero().flatten().tolist() == [3]
 
 
 def test_a_backend_of_a_plugin_gets_all_experts_in_one_call():

@@ -105,14 +105,14 @@ def _run(module, x, grad):
 
 
 @given(
-    tokens=st.tuples(st.integers(1, 90), st.integers(1, 3)),
+    tokens=st.tuples(st.integers(0, 90), st.integers(1, 3)),
     in_features=st.integers(1, 300),
     out_features=st.integers(1, 300),
     kind=st.sampled_from(["column", "row"]),
     scale_format=st.sampled_from(FORMATS),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_direction_with_ragged_sizes(
     tokens, in_features, out_features, kind, scale_format, seed
 ):
@@ -158,43 +158,18 @@ def test_near_the_upstream_layer_with_bias_and_any_strides(kind):
     torch.testing.assert_close(ours.bias.grad, theirs.bias.grad)
 
 
-def test_all_zero_operands_give_zeros():
-    module = _build("column", 256, plain_layout("w", 256))
-    with torch.no_grad():
-        module.weight[:128, :128] = 0
-    x = torch.randn(130, 1, 256)
-    x[:, :, 128:] = 0
-    y, dx, dw = _run(module, x, torch.zeros(130, 1, 256))
-    assert torch.equal(y[:, :128], torch.zeros(130, 128))
-    assert y[:, 128:].abs().min() > 0
-    assert torch.equal(dx, torch.zeros_like(dx))
-    assert torch.equal(dw, torch.zeros_like(dw))
-
-
-def test_no_tokens_at_all():
-    module = _build("column", 128, plain_layout("w", 64))
-    y, dx, dw = _run(module, torch.randn(0, 2, 128), torch.randn(0, 2, 64))
-    assert (tuple(y.shape), tuple(dx.shape)) == ((0, 64), (0, 128))
-    assert torch.equal(dw, torch.zeros(64, 128))
-
-
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
 def test_an_overflow_shows_in_its_token_and_in_the_gradient(value):
     module = _build("column", 256, plain_layout("w", 64))
     x = torch.randn(6, 1, 256)
     x[2, 0, 5] = float(value)
-    y, _, dw = _run(module, x, torch.randn(6, 1, 64))
+    grad = torch.randn(6, 1, 64)
+    grad[1, 0, 7] = float(value)
+    y, dx, dw = _run(module, x, grad)
     assert y.isnan().all(1).tolist() == [i == 2 for i in range(6)]
     assert y.isfinite().all(1).tolist() == [i != 2 for i in range(6)]
+    assert dx.isnan().all(1).tolist() == [i == 1 for i in range(6)]
     assert dw.isnan().all(0).nonzero().flatten().tolist() == [5]
-
-
-def test_an_overflowing_gradient_shows_too():
-    module = _build("column", 32, plain_layout("w", 64))
-    grad = torch.randn(4, 1, 64)
-    grad[1, 0, 7] = float("inf")
-    _, dx, dw = _run(module, torch.randn(4, 1, 32), grad)
-    assert dx.isnan().all(1).tolist() == [False, True, False, False]
     assert dw.isnan().all(1).nonzero().flatten().tolist() == [7]
 
 

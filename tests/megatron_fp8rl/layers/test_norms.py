@@ -66,17 +66,3 @@ def test_an_exact_norm_is_the_shared_kernels_and_has_its_gradients(monkeypatch) 
     theirs = torch.autograd.grad(expected / 2, (x, weight), upstream)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_a_small_step_of_a_zero_centered_weight_changes_the_output() -> None:
-    module = SimpleNamespace(
-        layer_norm_weight=torch.full((256,), 2.0**-9, dtype=torch.bfloat16),
-        zero_centered_gamma=True,
-        normalization="RMSNorm",
-        eps=EPS,
-    )
-    x = torch.randn(4096, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
-    stepped = normalize(module, x)
-    module.layer_norm_weight = torch.zeros_like(module.layer_norm_weight)
-    share = (stepped != normalize(module, x)).float().mean()
-    assert 0.2 < share < 0.8

@@ -37,14 +37,7 @@ SECTIONS = {
 def config(
     block: dict[str, Any] | None = None, overrides: str = "", **changes: Any
 ) -> dict[str, Any]:
-    """A Megatron GRPO config.
-
-    Args:
-        block: stands at all three places; None for a config without our keys.
-        overrides: as on NeMo RL's command line: ``path=value``, or ``~path`` without the key.
-            :data:`SECTIONS` has short names, and ``block`` stands for the block.
-        changes: further top-level sections or keys of ``policy``.
-    """
+    """A Megatron GRPO config: the block at all three places, overrides as on the command line."""
     value: dict[str, Any] = {
         "policy": {
             "generation": {
@@ -179,8 +172,6 @@ fp8rl_guard={}
     'fp8rl_guard' has no effect
 block.rollout=false block.kv_cache.dtype=int8_per_token_head
     fp8rl.kv_cache.dtype' has no effect: 'policy.generation.vllm_cfg.fp8rl.rollout' is false; set
-block.kv_cache.dtype=int8_per_token_head vllm.kv_cache_dtype=fp8
-    'policy.generation.vllm_cfg.kv_cache_dtype' asks for kv_cache.dtype='fp8_e4m3'
 block.kv_cache.dtype=int8_per_token_head block.kv_cache.margin=2.0
     kv_cache.margin' has no effect: 'policy.generation.vllm_cfg.fp8rl.kv_cache.dtype' is int8_per
 distillation: exact ~loss.fp8rl
@@ -191,16 +182,10 @@ block.rollout=false generation.vllm_kwargs.kv_cache_dtype=int8_per_token_head
     'policy.generation.vllm_kwargs.kv_cache_dtype' has no effect: 'policy.generation.vllm_cfg.fp8rl.
 block.kv_cache.dtype=auto block.kv_cache.recalibrate=grow
     kv_cache.recalibrate' has no effect: 'policy.generation.vllm_cfg.fp8rl.kv_cache.dtype' is auto
-block.kv_cache.dtype=auto block.kv_cache.margin=2.0
-    'policy.generation.vllm_cfg.fp8rl.kv_cache.margin' has no effect
 block.kv_cache.dtype=auto block.kv_cache.in_training=true
     is auto; set it to fp8_e4m3 or int8_per_token_head, or remove the key
-megatron.enabled=false block.kv_cache.dtype=auto block.kv_cache.in_training=true
-    is auto; remove the key
 block.rollout=false block.kv_cache.in_training=true
     kv_cache.in_training' has no effect: 'policy.generation.vllm_cfg.fp8rl.rollout' is false; set
-block.rollout=false block.kv_cache.recalibrate=grow
-    'policy.generation.vllm_cfg.fp8rl.kv_cache.recalibrate' has no effect
 block.kv_cache.in_training=true ~vllm.fp8rl
     kv_cache.in_training' has no effect: no rollouts run by this block; remove the key
 """
@@ -233,8 +218,6 @@ generation.lora_refit_mode=native
     'policy.generation.lora_refit_mode' is 'native', which sends adapters alone
 policy.quant_cfg=NVFP4_DEFAULT_CFG
     'policy.quant_cfg' selects a Megatron worker
-policy.quant_cfg=NVFP4_DEFAULT_CFG ~megatron.fp8rl
-    'policy.quant_cfg' selects a Megatron worker
 policy.quant_cfg={}
     'policy.quant_cfg' selects a Megatron worker
 generation.quant_cfg=""
@@ -245,12 +228,8 @@ policy.worker_extension_cls_fqn=my.Worker ~megatron.fp8rl
     which 'policy.generation.vllm_cfg.fp8rl' needs; remove it, or the fp8rl block
 generation.worker_extension_cls_fqn=my.Worker
     'policy.generation.worker_extension_cls_fqn' selects a vLLM worker in place of fp8rl's
-megatron.enabled=false ~megatron.fp8rl generation.worker_extension_cls_fqn=my.Worker
-    which 'policy.generation.vllm_cfg.fp8rl' needs; remove it, or the fp8rl block
 vllm.precision=nvfp4_pertoken
     'policy.generation.vllm_cfg.precision' is 'nvfp4_pertoken'; with
-vllm.precision=float16
-    'policy.generation.vllm_cfg.precision' is 'float16'; with
 vllm.refit_prequantize=true
     'policy.generation.vllm_cfg.refit_prequantize' is true, by which the trainer sends MXFP8
 megatron.zero_train_gen_mismatch=true
@@ -291,8 +270,6 @@ block.importance_sampling.rejection={"level":"token","high":2} data_plane.enable
     'loss_fn.fp8rl.importance_sampling.rejection.level' token
 vllm.kv_cache_dtype=fp8_e5m2
     'policy.generation.vllm_cfg.kv_cache_dtype' is 'fp8_e5m2'
-generation.vllm_kwargs.kv_cache_dtype=fp8_e5m2
-    'policy.generation.vllm_kwargs.kv_cache_dtype' is 'fp8_e5m2'
 generation.vllm_kwargs.attention_backend=FLASHMLA
     'policy.generation.vllm_kwargs.attention_backend' is 'FLASHMLA'
 block.kv_cache.dtype=int8_per_token_head generation.vllm_kwargs.attention_backend=FLASH_ATTN
@@ -313,13 +290,9 @@ block.training=false megatron.model_overrides.enable_cuda_graph=true
     'policy.megatron_cfg.model_overrides.enable_cuda_graph' is True, but
 megatron.enabled=false block.kv_cache.in_training=true
     in_training' needs 'policy.megatron_cfg.enabled' true
-megatron.enabled=false block.kv_cache.dtype=int8_per_token_head block.kv_cache.in_training=true
-    in_training' needs 'policy.megatron_cfg.enabled' true
 ppo: block.kv_cache.in_training=true
     in_training' needs 'grpo' or the single contro
 ppo: vllm.async_engine=true block.kv_cache.recalibrate=grow
-    cannot calibrate themselves
-ppo: ppo.async_ppo.enabled=true block.kv_cache.recalibrate=grow
     cannot calibrate themselves
 ppo: exact
     'run_ppo.py' sends no KV scales
@@ -540,19 +513,6 @@ def test_keys_of_newer_releases_that_ask_for_nothing_else_are_served() -> None:
     assert run.policy["generation"]["lora_refit_mode"] == "merged"
 
 
-@pytest.mark.parametrize("name", ["DTensor", "Automodel"])
-def test_the_trainer_without_megatron_is_called_as_its_section(name: str) -> None:
-    section = {f"{name.lower()}_cfg": {"enabled": True}}
-    value = config({}, "megatron.enabled=false ~megatron.fp8rl", **section)
-    plan = read(Sections(value, GRPO))
-    assert plan is not None and not plan.megatron
-    assert plan.notes[0] == f"the {name} trainer runs in BF16; only the rollouts run in FP8."
-    with pytest.raises(UnsupportedError, match=f"true: {name} workers train in BF16"):
-        read(
-            Sections(config({}, "megatron.enabled=false ~vllm.fp8rl ~loss.fp8rl", **section), GRPO)
-        )
-
-
 DTENSOR = "the DTensor trainer runs in BF16; only the rollouts run in FP8."
 ITSELF = "vLLM calibrates them itself"
 OWN = r"attends over K and V in its own dtype.*DTensor workers"
@@ -697,9 +657,7 @@ def test_pins_of_a_model_that_is_not_here_are_left_to_the_workers(
         (4, "megatron.moe_grouped_gemm=false", False),
         (4, "block.pins={kinds:[experts]}", False),
         (4, "block.training=false", False),
-        (4, "megatron.enabled=false ~megatron.fp8rl", False),
         (None, "megatron.moe_grouped_gemm=true", True),  # the config cannot be read here
-        (None, "megatron.moe_grouped_gemm=true block.pins={kinds:[experts]}", False),
         (None, "", False),
     ],
 )

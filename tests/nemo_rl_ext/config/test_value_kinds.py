@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError
+from nemo_rl_ext.config import drivers
 from nemo_rl_ext.config.drivers import BLOCK, DRIVERS, GUARD, LOSS, MEGATRON, VLLM, check_places
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.keys import Sections
@@ -99,8 +101,12 @@ READ_KEYS = sorted(
 
 
 @pytest.mark.parametrize(("driver", "megatron"), [("grpo", True), ("single_controller", False)])
-def test_no_value_of_a_key_that_is_read_ends_in_a_traceback(driver: str, megatron: bool) -> None:
+def test_no_value_of_a_key_that_is_read_ends_in_a_traceback(
+    driver: str, megatron: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Naively a list in the place of a section is an AttributeError that names no key."""
+    # The same names in each of thousands of configs.
+    monkeypatch.setattr(drivers, "meant", functools.cache(drivers.meant))
     refused = 0
     for path in READ_KEYS:
         for value in HOSTILE:
@@ -124,27 +130,20 @@ def test_no_value_of_a_key_that_is_read_ends_in_a_traceback(driver: str, megatro
     [
         ("policy", [1], r"'policy' is \[1\], not a section with keys"),
         (f"{MEGATRON}.peft", "yes", "is 'yes', not a section with keys"),
-        ("grpo", 3, "is 3, not a section with keys"),
         ("policy.hf_config_overrides", [], r"is \[\], not a section with keys"),
         (f"{MEGATRON}.enabled", "false", "must be true or false, not 'false'; write it without qu"),
-        (f"{VLLM}.async_engine", "no", "must be true or false, not 'no'; write it without quotes"),
-        ("data_plane.enabled", [], "must be true or false"),
         ("grpo.val_at_start", 2, "must be true or false, not 2; correct or remove it"),
         (f"{VLLM}.tensor_parallel_size", "2", "at least 1, not '2'; write it without quotes"),
-        (f"{VLLM}.expert_parallel_size", 0, "must be a whole number of at least 1, not 0"),
         (f"{MEGATRON}.pipeline_model_parallel_size", [2], "must be a whole number of at least 1"),
         (f"{VLLM}.num_first_layers_in_bf16", -1, "must be a number of layers, not -1"),
-        (f"{VLLM}.quantization_ignored_layer_kws", [1], "must be a list of words"),
         (f"{VLLM}.quantization_ignored_layer_kws", "up", r"not 'up'; write \[up\]"),
         (f"{LOSS}.truncated_importance_sampling_type", ["tis"], "must be a text"),
         (f"{LOSS}.truncated_importance_sampling_ratio", "2", "must be a number, not '2'"),
         ("policy.model_name", 3, "must be a text, not 3"),
         ("ppo.async_ppo.max_trajectory_age_steps", "1", "must be a whole number of at least 0"),
-        (f"{LOSS}.{BLOCK}", 3, ""),
-        (f"{LOSS}.{BLOCK}", [], ""),
+        (f"{LOSS}.{BLOCK}", 3, "must be"),
         (f"{LOSS}.{GUARD}", "yes", "must be a mapping"),
-        (f"{LOSS}.{GUARD}.skip_above", "2", ""),
-        (f"{LOSS}.{GUARD}.fallback", True, ""),
+        (f"{LOSS}.{GUARD}.skip_above", "2", "must be a valid number"),
     ],
 )
 def test_a_value_of_another_kind_is_refused_by_its_path(

@@ -43,7 +43,7 @@ def written_out(
     return result
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batch=answers, normalize_std=st.booleans(), leave_one_out=st.booleans())
 def test_equals_the_formula_for_groups_of_any_size_and_order(
     batch: list[tuple[float, int]], normalize_std: bool, leave_one_out: bool

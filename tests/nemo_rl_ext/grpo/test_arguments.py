@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -226,33 +225,9 @@ def test_a_section_as_a_dict_is_refused(function: str, given: dict[str, Any], me
         FUNCTIONS[function][0](**given)
 
 
-def test_rejection_reads_nothing_outside_of_the_mask() -> None:
-    ratio = torch.tensor([[0.0, 100.0, math.nan]])
-    mask = torch.tensor([[True, False, False]])
-    got = reject(ratio, mask, Rejection(level="sequence", high=1.1))
-    assert got.mask.tolist() == mask.tolist()
-
-
 def test_masks_of_ones_and_zeros_may_have_any_dtype() -> None:
     expected = correct(GOOD, GOOD - 0.1, MASK, HARD)
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         assert torch.equal(
             correct(GOOD, GOOD - 0.1, MASK.to(dtype), HARD).weights, expected.weights
         )
-
-
-@pytest.mark.parametrize(
-    ("function", "argument", "number"),
-    [
-        ("loss", "normalizer", np.sum([2, 4])),
-        ("advantages", "eps", np.float32(1e-6)),
-        ("reject", "token_veto", np.float32(0.1)),
-    ],
-)
-def test_numbers_of_numpy_are_numbers(function: str, argument: str, number: Any) -> None:
-    """The sum of counts by numpy is an ``int64``, which is no ``int``."""
-    call, _ = FUNCTIONS[function]
-    given, expected = call(**{argument: number}), call(**{argument: number.item()})
-    torch.testing.assert_close(
-        getattr(given, "__dict__", given), getattr(expected, "__dict__", expected)
-    )

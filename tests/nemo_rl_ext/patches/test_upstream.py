@@ -1,7 +1,4 @@
-"""Which changes of an upstream function matter to a patch, on signatures made for the test.
-
-`tests/contract` compares the real sources.
-"""
+"""Which changes of an upstream function matter to a patch, on signatures made for the test."""
 
 from __future__ import annotations
 

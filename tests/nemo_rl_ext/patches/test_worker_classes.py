@@ -1,7 +1,4 @@
-"""The choice of worker classes, on a module shaped like upstream's.
-
-``tests/contract`` has the real one.
-"""
+"""The choice of worker classes, on a module shaped like upstream's."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches import worker_classes
 from nemo_rl_ext.patches.worker_classes import STANDS_FOR, UPSTREAM
 from support.nemo_rl import planned
-from support.processes import run_code
 
 EXTENSION = "my_package.MyWorker"
 KEY = "worker_extension_cls_fqn"
@@ -151,23 +147,6 @@ def test_another_class_in_the_key_or_the_argument_is_refused(by_key: Any) -> Non
     generation = {"vllm_kwargs": {"quantization": "fp8rl"}, KEY: EXTENSION}
     with pytest.raises(UnsupportedError, match=rf"^policy\.generation\.{KEY}=.* the vLLM worker"):
         by_key.VllmGeneration(None, generation)
-
-
-@pytest.mark.parametrize("name", STANDS_FOR.values())
-def test_a_worker_without_the_package_does_not_train_in_bf16(name: str) -> None:
-    """A worker imports its class by name, as upstream's builder of workers does."""
-    module, _, cls = name.rpartition(".")
-    done = run_code(
-        f"""
-        import importlib, sys
-        sys.modules["nemo_rl_ext"] = None  # an environment without this distribution
-        getattr(importlib.import_module({module!r}), {cls!r})
-        """
-    )
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("ModuleNotFoundError")
-    assert "nemo_rl_ext" in last
 
 
 def test_what_the_trainer_passes_to_upstream_by_name_is_compared() -> None:

@@ -1,7 +1,4 @@
-"""Run by test_in_flight.py in a process of its own: refits of a real AsyncLLM as a worker has it.
-
-Arguments: folder with checkpoints ``a`` and ``b``. Prints one JSON object on its last line.
-"""
+"""Run by test_in_flight.py with a folder of checkpoints: refits of an AsyncLLM as a worker's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Ranks that share a vocabulary, for ``test_logprobs.py``: each compares its part with float64.
-
-A CPU has no Triton, so the fused kernel has a stand-in (``tests/support/logprob_kernels.py``).
-"""
+"""Ranks that share a vocabulary, for test_logprobs.py: each compares its part with float64."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +12,7 @@ pytest.importorskip("megatron.core")
 from fp8rl.training.weight_codes import WeightEpoch
 from megatron_fp8rl.conversion import Conversion
 from megatron_fp8rl.testing.models import build_gpt
-from nemo_rl_ext.names import LOGGER
-from nemo_rl_ext.workers.kept_codes import GIB, DeviceMemory, KeptCodes
+from nemo_rl_ext.workers.kept_codes import DeviceMemory, KeptCodes
 from support.megatron import convert_alone, dense, moe, one_process, pinned
 
 CODES = 2 * ((128 + 2 * 128) * 128 + 128 * 128 + 2 * 256 * 128 + 128 * 256)
@@ -172,24 +169,3 @@ def test_a_call_that_fails_is_no_measure(conversion: Conversion) -> None:
         caller.kept_codes.during("train", fail, tokens=100, backward=True)
     assert kept == [False, True]
     assert not caller.epoch.keep
-
-
-def test_the_log_tells_of_each_decision_once(
-    conversion: Conversion, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger=LOGGER)
-    caller = Caller(conversion, size=100 * GIB)
-    caller.call(10 * GIB)
-    assert not caplog.messages
-    for _ in range(2):
-        caller.call(10 * GIB)
-    (kept,) = caplog.messages
-    assert kept.startswith("fp8rl: train keeps the FP8 codes")
-    caller.device.take(85 * GIB)
-    for _ in range(2):
-        caller.call(10 * GIB)
-    assert caplog.messages[0] == kept
-    assert len(caplog.messages) == 2
-    assert caplog.messages[1].startswith("fp8rl: train does not keep the FP8 codes")
-    # By these numbers a reader finds the same: more than what is available.
-    assert re.findall(r"\d+\.\d+", caplog.messages[1]) == ["0.00", "11.00", "5.00", "15.00"]

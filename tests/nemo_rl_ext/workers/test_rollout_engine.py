@@ -1,5 +1,4 @@
-"""What `RolloutEngine` asks of vLLM in the place of upstream; real engines run in test_in_flight.py
-and ``tests/contract/``."""
+"""What `RolloutEngine` asks of vLLM in the place of upstream; engines: test_in_flight.py."""
 
 from __future__ import annotations
 

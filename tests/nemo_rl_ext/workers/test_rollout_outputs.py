@@ -1,7 +1,4 @@
-"""Log-probabilities of a rollout: an ``LLM`` of vLLM's outputs, without an engine.
-
-tests/contract/worker_cases.py compares with upstream's own worker over a real one.
-"""
+"""Log-probabilities of a rollout, of an ``LLM``'s outputs without an engine."""
 
 from __future__ import annotations
 

@@ -170,8 +170,7 @@ def test_the_model_is_converted_and_pinned_before_it_is_wrapped(
 def test_every_model_is_built_without_the_norm_of_queries(
     block: dict[str, Any], optimizer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer's, a frozen teacher's, that of the import from Hugging Face, and the reference;
-    in one of them the norm would make it another model than the rollout, and nothing would tell."""
+    """In one of them the norm would make it another model than the rollout, untold."""
     monkeypatch.setattr("megatron_fp8rl.compat.register_with_bridge", lambda classes: None)
     resolver = SimpleNamespace(choose="stock")
     monkeypatch.setattr(
@@ -199,10 +198,7 @@ def test_every_model_is_built_without_the_norm_of_queries(
 
 
 def test_workers_that_train_in_bf16_keep_the_model_and_rollouts_alone_have_it_observed() -> None:
-    """A frozen teacher (`on_policy_distillation`) has a copy of the policy's section.
-
-    Naively it would be converted by the pins of another model, and nothing would tell.
-    """
+    """A frozen teacher (`on_policy_distillation`) has a copy of the policy's section."""
     plain: dict[str, Any] = {"training": False}
     own = plain | {"kv_cache": {"in_training": False}}
     for worker, observed, cache in (

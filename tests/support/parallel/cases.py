@@ -110,8 +110,7 @@ def _exported(run: Run) -> dict[str, torch.Tensor]:
 
 
 def _code_mismatches(conversion, exported, scale_format) -> dict[str, tuple[int, int]]:
-    """Per HF module of this rank: codes and scales compared, and how many differ from quantizing
-    the whole exported matrix, as a rollout engine on one rank does."""
+    """Per HF module: codes and scales that differ from quantizing the whole exported matrix."""
     dense = parallel_state.get_tensor_model_parallel_group()
     experts = parallel_state.get_expert_tensor_parallel_group()
     counts = {}

@@ -53,12 +53,7 @@ class SameBits(NamedTuple):
 
 
 class Results:
-    """What the ranks of one or more worlds wrote to ``out``.
-
-    Args:
-        out: folder of the files.
-        known: results that need no file, by topology.
-    """
+    """What ranks wrote to ``out``; ``known``: results that need no file, by topology."""
 
     def __init__(self, out: Path, known: dict[str, list[dict[str, Any]]] | None = None) -> None:
         self._out, self._loaded = out, dict(known or {})

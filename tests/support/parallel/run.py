@@ -200,8 +200,7 @@ def build(
 
 
 def batches(step: int, device: torch.device = CPU) -> list[torch.Tensor]:
-    """Micro-batches of one step for this data-parallel rank; the step's data are the same on any
-    topology. Token t+1 mostly follows from token t, so the loss can fall."""
+    """One step's micro-batches of this rank; token t+1 mostly follows t, so the loss can fall."""
     generator = torch.Generator().manual_seed(100 + step)
     noise = torch.randint(0, 3, (MICROBATCHES * BATCH, LENGTH + 1), generator=generator)
     ids = (noise.cumsum(1) % VOCAB).to(device)

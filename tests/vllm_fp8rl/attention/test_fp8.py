@@ -63,15 +63,6 @@ def split(requests, limit: int = 512, **changes: Any):
     return split_batch(batch.common, limit)
 
 
-def test_decodes_are_the_requests_of_one_token_at_the_start() -> None:
-    counts = {name: split(requests)[0] for name, requests in BATCHES.items()}
-    assert counts["decodes"] == 4
-    assert counts["prompts"] == counts["a prompt"] == 0
-    assert counts["decodes and prompts"] == 3
-    assert counts["a prompt of one token"] == 2
-    assert counts["one token behind a prompt"] == 1
-
-
 def test_prompts_are_copied_in_groups_of_at_most_so_many_keys() -> None:
     requests = [(9, 1), (100, 20), (0, 300), (0, 60), (600, 2), (0, 5)]
     _, groups = split(requests, limit=400)
@@ -98,23 +89,6 @@ def test_an_exact_engine_never_attends_with_queries_in_fp8(flash) -> None:
     batch = Batch(BATCHES["decodes and prompts"], size=64)
     with pytest.raises(UnsupportedError, match="exact computes decodes and prompts apart, and a"):
         batch.attend(flash, splits=False, exact=True)
-
-
-def test_an_exact_engine_attends_over_16_bits_as_they_are(flash) -> None:
-    batch = Batch(BATCHES["decodes and prompts"], size=64)
-    impl = batch._impl(flash.Fp8RLFlashImpl)
-    impl.ours, impl.requires_q_scale, impl._exact = True, False, True
-    found: dict[str, Any] = {}
-
-    def attend(query, keys, values, table, lengths, decodes, prompts, **others: Any) -> None:
-        found.update(others, keys=keys, decodes=decodes)
-
-    impl._attend_batch = attend
-    metadata = batch._metadata(flash.Fp8RLFlashMetadataBuilder, flash.FlashAttentionMetadata, True)
-    cache = batch.cache.bfloat16()
-    impl.forward(batch.layer, batch.query, None, None, cache, metadata, batch.query)
-    assert found["k_scale"] is None is found["v_scale"] and found["decodes"] == 3
-    assert found["keys"].dtype == torch.bfloat16 and torch.equal(found["keys"], cache[:, 0])
 
 
 def test_a_wake_up_brings_back_what_an_exact_layer_keeps_beside_its_buffers(flash) -> None:

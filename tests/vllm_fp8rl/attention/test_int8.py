@@ -65,6 +65,7 @@ def test_a_batch_that_is_not_causal_is_refused(int8) -> None:
         ({"window": 4096}, False),
         ({"head_size": 80}, False),
         ({"version": 2}, False),
+        ({"invariant": True}, False),
     ],
 )
 def test_engines_that_are_served(
@@ -81,7 +82,9 @@ def test_engines_that_are_served(
         "window": None,
         "head_size": 128,
         "version": 3,
+        "invariant": False,
     } | changes
+    monkeypatch.setattr(int8.envs, "VLLM_BATCH_INVARIANT", values["invariant"], raising=False)
     monkeypatch.setattr(int8, "get_flash_attn_version", lambda head_size: values["version"])
     every = SimpleNamespace(
         **values,
@@ -98,32 +101,6 @@ def test_engines_that_are_served(
     support = int8.Fp8RLTritonMetadataBuilder.get_cudagraph_support(engine, None)
     kinds = AttentionCGSupport
     assert support == (kinds.UNIFORM_SINGLE_TOKEN_DECODE if expected else kinds.ALWAYS)
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_batches_are_split_where_a_layer_is_served(
-    int8, monkeypatch: pytest.MonkeyPatch, ours: bool
-) -> None:
-    """``Builder.__init__`` of vLLM is replaced by what it sets."""
-
-    def init(builder: Any) -> None:
-        layer = SimpleNamespace(impl=SimpleNamespace(ours=ours))
-        forward = SimpleNamespace(static_forward_context={"a": layer})
-        builder.vllm_config = SimpleNamespace(compilation_config=forward)
-        builder.layer_names, builder.reorder_batch_threshold = ["a"], None
-
-    monkeypatch.setattr(int8.TritonAttentionMetadataBuilder, "__init__", init)
-    monkeypatch.setattr(int8, "_serves", lambda engine: True)
-    builder = int8.Fp8RLTritonMetadataBuilder()
-    assert builder._splits_batches is ours
-    assert builder.reorder_batch_threshold == (1 if ours else None)
-
-
-def test_results_that_depend_on_no_batch_are_left_to_vllm(
-    int8, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(int8.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
-    test_engines_that_are_served(int8, monkeypatch, {}, False)
 
 
 @pytest.mark.parametrize(
@@ -157,3 +134,22 @@ def test_layers_that_are_served(int8, changes: dict[str, Any], expected: bool) -
     for name, value in (values | changes).items():
         setattr(impl, name, value)
     assert impl._served() is expected
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_batches_are_split_where_a_layer_is_served(
+    int8, monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    """``Builder.__init__`` of vLLM is replaced by what it sets."""
+
+    def init(builder: Any) -> None:
+        layer = SimpleNamespace(impl=SimpleNamespace(ours=ours))
+        forward = SimpleNamespace(static_forward_context={"a": layer})
+        builder.vllm_config = SimpleNamespace(compilation_config=forward)
+        builder.layer_names, builder.reorder_batch_threshold = ["a"], None
+
+    monkeypatch.setattr(int8.TritonAttentionMetadataBuilder, "__init__", init)
+    monkeypatch.setattr(int8, "_serves", lambda engine: True)
+    builder = int8.Fp8RLTritonMetadataBuilder()
+    assert builder._splits_batches is ours
+    assert builder.reorder_batch_threshold == (1 if ours else None)

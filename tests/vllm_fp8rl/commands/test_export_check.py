@@ -83,8 +83,7 @@ def test_fp8rl_holds_the_same_codes_and_scales_as_from_the_checkpoint(
 
 
 def test_stock_vllm_loads_it(engine, out, monkeypatch):
-    """vLLM's own method ``fp8`` with every tensor in place. Its kernel on a CPU needs AMX and packs
-    the weights, so a product of the dequantized weight stands in for it."""
+    """vLLM's own method ``fp8`` with every tensor in place."""
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel as Kernel
 
     def product(self, layer, x, bias=None):
@@ -210,8 +209,7 @@ def test_dequantized_weights_are_those_of_the_reference_in_float64(checkpoints, 
 
 
 def test_transformers_reads_the_config(out):
-    """Its loader for FP8 needs a GPU or the package accelerate; its config and its operation that
-    dequantizes do not."""
+    """Its loader needs a GPU or accelerate; its config and its dequantization do not."""
     from transformers import AutoConfig
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
     from transformers.quantizers.quantizers_utils import should_convert_module

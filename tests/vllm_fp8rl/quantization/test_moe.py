@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8rl import PinPolicy, Recipe
-from fp8rl.errors import PinError, RefitError, UnsupportedError
+from fp8rl.errors import PinError, RefitError
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache, Pins
@@ -19,7 +19,6 @@ from support.engine import Engine, in_fp8, load_tensors
 from support.gaps import gap, noise_floor
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
 from vllm_fp8rl.engine.rank_state import RankState, state_of
-from vllm_fp8rl.quantization.checks import check_architecture, check_widths
 from vllm_fp8rl.refit import drop_requests, refit
 from vllm_fp8rl.testing.hf_reference import load_reference
 
@@ -227,16 +226,6 @@ def test_pins_of_experts_are_all_or_none() -> None:
     assert resolved(kinds=("experts",)).experts_precision(name) == "bf16"
     with pytest.raises(PinError, match=r"experts.2.down_proj' but not all experts of its layer"):
         resolved(names=(f"{name}.2.down_proj",)).experts_precision(name)
-
-
-def test_models_and_ranks_that_are_not_served() -> None:
-    other = config(model_type="new", num_local_experts=3)
-    with pytest.raises(UnsupportedError, match=r"an MoE model .'new'. of an unknown family; start"):
-        check_architecture(ModelSpec.of(other))
-    check_widths(ModelSpec.of(config()), 4, expert_parallel=False)
-    check_widths(ModelSpec.of(config(moe_intermediate_size=97)), 4, expert_parallel=True)
-    with pytest.raises(UnsupportedError, match=r"moe_intermediate_size=97.*size=4"):
-        check_widths(ModelSpec.of(config(moe_intermediate_size=97)), 4, expert_parallel=False)
 
 
 @pytest.mark.parametrize("kind", ["experts", "experts in BF16"])

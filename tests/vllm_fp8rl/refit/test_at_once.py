@@ -1,7 +1,4 @@
-"""Two changes of one engine at once: the second is refused and does the first no harm.
-
-Ctrl-C at any point of each change: ``tests/fuzz/test_any_interrupt.py``.
-"""
+"""Two changes of one engine at once: the second is refused and does the first no harm."""
 
 from __future__ import annotations
 

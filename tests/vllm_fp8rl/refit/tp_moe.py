@@ -118,10 +118,7 @@ def latent_attention(root: Path) -> list[list[list[int]]]:
 
 
 def delta_nets(root: Path) -> list[list[float]]:
-    """Logprobs of a Qwen3.5 in float32 with ``a``, ``b`` and ``a`` again.
-
-    Heads of gated delta nets and of attention are split.
-    """
+    """Logprobs of a Qwen3.5 in float32 with ``a``, ``b`` and ``a`` again, heads split."""
     from support.gated_delta_net import compute_in_float32
 
     recipe = Recipe(kv_cache=KVCache(dtype="auto"))

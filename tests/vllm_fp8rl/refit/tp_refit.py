@@ -1,7 +1,4 @@
-"""Run by test_tensor_parallel.py in a process of its own: TP=2 over vLLM's mp executor.
-
-Arguments: folder with checkpoints ``a`` and ``b``. Prints one JSON object on its last line.
-"""
+"""Run by test_tensor_parallel.py with a folder of checkpoints: TP=2 over vLLM's executor."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def padded(layout: ExpertLayout, part: torch.Tensor, slot: str) -> torch.Tensor:
     return torch.nn.functional.pad(part, sides)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     width=st.sampled_from([64, 96, 128, 192, 256, 300]),
     ranks=st.integers(1, 3),
@@ -106,7 +106,7 @@ def test_a_weight_of_a_batch_takes_the_place_of_codes_that_wait():
     assert grids.complete
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(width=st.sampled_from([96, 128, 192]), ranks=st.integers(1, 3), data=st.data())
 def test_codes_and_scales_in_any_order(width, ranks, data):
     """Codes as they are where blocks of the wire are local blocks; else none is taken."""

@@ -105,9 +105,7 @@ def layers(draw) -> tuple[list[Arrival], int, int]:
     return arrivals, rank, ranks
 
 
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_shards_in_any_order(engine, data):
     """Each from a buffer that is overwritten as soon as its load, or batch, is acknowledged."""

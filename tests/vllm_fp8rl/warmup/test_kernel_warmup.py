@@ -1,7 +1,4 @@
-"""Compiling DeepGEMM's kernels ahead, with a package and a compiler that act as the real ones do.
-
-The real ones run in ``tests/gpu/test_vllm_warmup.py``.
-"""
+"""Compiling DeepGEMM's kernels ahead, with a package and a compiler that act as the real ones."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm import envs
 
@@ -262,7 +259,6 @@ def test_kernels_are_compiled_ahead_whatever_warm_up_vllm_has(
     assert toolchain.full == (setting == "full")
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3000))
 def test_rows_to_try_meet_every_choice(most: int) -> None:
     def choice(rows: int) -> tuple[object, ...]:

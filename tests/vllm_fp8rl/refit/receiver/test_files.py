@@ -242,8 +242,7 @@ def write_an_index(path: Path) -> None:
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("after", [1, 15, 20])
 def test_a_change_while_files_are_read(tmp_path, change: Callable[[Path], None], number, after):
-    """Of a file that is read to its end, is being read, or comes later; at once after it was
-    written, when a clock with coarse ticks may not have moved on."""
+    """Read to its end, being read, or later; at once after it was written (coarse clocks)."""
     folder = tmp_path / "weights"
     shards(folder)
     tensors = read_files(folder)

@@ -86,9 +86,7 @@ def test_a_name_without_a_route_is_left_to_vllm(engine, a, b, inventory, monkeyp
         state_of(engine.model).inventory = None
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_batch_gives_what_the_walk_gives(engine, a, b, inventory, data):
     """Any names in any order, repeated, BF16 or FP32, or FP8 codes with scales, in any batches."""
@@ -146,10 +144,7 @@ def test_other_loaders_of_quantized_parameters_are_refused(engine, leaf):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("keys", "values"), [(128, 256), (64, 96)])
 def test_one_tensor_of_three_matrices_on_two_ranks(engine, rank, keys, values):
-    """Each rank has its heads of q, of k, of v and of z, one after the other; blocks may be shared.
-
-    refit/test_moe_parallel.py has two real ranks, among the slow tests.
-    """
+    """Each rank has its heads of q, of k, of v and of z; blocks may be shared."""
     columns, sizes = 256, [keys, keys, values, values]  # of one rank
     storage = empty_storage(sum(sizes), columns)
     grid = BlockGrid("layer", lambda: storage, sizes, columns, "fp32")

@@ -1,7 +1,4 @@
-"""Run by test_asynchronous.py in a process of its own: an AsyncLLM, its core in another process.
-
-Arguments: folder with checkpoints ``a`` and ``b``. Prints one JSON object on its last line.
-"""
+"""Run by test_asynchronous.py with a folder of checkpoints: an AsyncLLM and its core."""
 
 from __future__ import annotations
 
