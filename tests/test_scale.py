@@ -41,7 +41,8 @@ def measured(name: str) -> list[tuple[int, float, float]]:
         return [
             (sent, sum(found["kernels"][k] for k in ("finite", "quantize")), found["on"]["median"])
         ]
-    rows = [row for number in (2, 3) for row in scale.results(f"rollout_{name}_{number}_h200")]
+    numbers = (2, 3) if name == "30b" else (3,)
+    rows = [row for number in numbers for row in scale.results(f"rollout_{name}_{number}_h200")]
     scales = 4 * 3 * 48 if name == "30b" else 0  # q, k and v of each layer, in float32
     return [
         (
