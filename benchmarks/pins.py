@@ -4,7 +4,8 @@
         [--scan 3 | --recipe 'NAME={"pins": {"last": 1}}' ..]
 
 ``MODEL``, the folder of a dense model, answers prompts of real text in float32, then reads the
-answers with linear layers, K and V rounded as recipes say: KL(plain || rounded), whole vocabulary.
+answers with linear layers, K and V rounded as recipes say (no cache of 8 bits where a recipe names
+none): KL(plain || rounded) over the whole vocabulary.
 ``--scan 3`` has one kind in three layers in FP8, and other prompts. CPU or GPU.
 """
 
@@ -23,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from fp8rl import Recipe, numerics
 from fp8rl.kv_scales import scale_name, scales_from_amax
 from fp8rl.models.folder import folder_module_names
-from fp8rl.models.pins import PinPolicy
+from fp8rl.models.pins import ALWAYS_BF16, PinPolicy
 from fp8rl_bench.answers import PROMPTS, chat_ids, end_ids
 from fp8rl_bench.facts import versions
 
@@ -45,13 +46,14 @@ def recipes(layers: int, step: int) -> dict[str, dict[str, Any]]:
         return made
     pins: list[dict[str, Any]] = [{"kinds": [kind]} for kind in KINDS]
     pins += [{end: n} for end in ("first", "last") for n in (1, 2, 4) if n < layers]
-    made["scales powers of two"] = {side: {"scale_format": "pow2"} for side in SIDES}
+    pins += [{"kinds": ["qkv_proj"], "last": 1}]
     made |= {f"{side} alone": {"sides": [side]} for side in SIDES}
+    made |= {f"{side}' scales powers of two": {side: {"scale_format": "pow2"}} for side in SIDES}
     made |= {f"pins {json.dumps(pin)}": {"pins": pin} for pin in pins}
     for dtype in ("fp8_e4m3", "int8_per_token_head"):
         made[dtype] = {"kv_cache": {"dtype": dtype}}
-        made[f"{dtype} alone"] = made[dtype] | {"pins": {"first": layers}}
-        made[f"{dtype}, down_proj pinned"] = made[dtype] | {"pins": {"kinds": ["down_proj"]}}
+        for pin in ({"first": layers}, pins[0], pins[3], pins[-1]):  # first: the cache alone
+            made[f"{dtype}, pins {json.dumps(pin)}"] = made[dtype] | {"pins": pin}
     return made
 
 
@@ -77,7 +79,10 @@ class Rounded:
         whole = {"kv_cache": {"dtype": "auto"}} | recipe
         sides = whole.pop("sides", SIDES)
         self.recipe = Recipe.from_dict(whole)
-        rows = [r for r in PinPolicy(self.recipe.pins, self.names).report() if r.kind in KINDS]
+        report = PinPolicy(self.recipe.pins, self.names).report()
+        rows = [row for row in report if row.kind not in ALWAYS_BF16]
+        if strange := [row.name for row in rows if row.name not in self.linears]:
+            sys.exit(f"{strange[0]} is no linear layer in transformers; give a dense model.")
         fp8 = {row.name for row in rows if row.precision == "fp8"}
         for name, linear in self.linears.items():
             linear.weight.data, key = self.plain[name], (name, self.recipe.weights.scale_format)
