@@ -25,7 +25,7 @@ from fp8rl import Recipe, numerics
 from fp8rl.kv_scales import scale_name, scales_from_amax
 from fp8rl.models.folder import folder_module_names
 from fp8rl.models.pins import ALWAYS_BF16, PinPolicy
-from fp8rl_bench.answers import PROMPTS, chat_ids, end_ids
+from fp8rl_bench.answers import PROMPTS, chat_ids
 from fp8rl_bench.facts import versions
 
 KINDS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -65,7 +65,6 @@ class Rounded:
         self.model, self.names = model, folder_module_names(folder)
         self.linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
         self.plain = {name: linear.weight.data for name, linear in self.linears.items()}
-        self.coded: dict[tuple[str, str], torch.Tensor] = {}
         self.amax = torch.full((model.config.num_hidden_layers, 3), 1e-6, device=device)
         self.rounds: set[torch.nn.Module] = set()
         self.last: tuple[Any, Any] = None, None
@@ -84,13 +83,12 @@ class Rounded:
         if strange := [row.name for row in rows if row.name not in self.linears]:
             sys.exit(f"{strange[0]} is no linear layer in transformers; give a dense model.")
         fp8 = {row.name for row in rows if row.precision == "fp8"}
+        form = self.recipe.weights.scale_format
         for name, linear in self.linears.items():
-            linear.weight.data, key = self.plain[name], (name, self.recipe.weights.scale_format)
+            linear.weight.data = self.plain[name]
             if name in fp8 and "weights" in sides:
-                if key not in self.coded:
-                    codes = numerics.quantize_block(self.plain[name], scale_format=key[1])
-                    self.coded[key] = numerics.dequantize_block(*codes)
-                linear.weight.data = self.coded[key]
+                codes = numerics.quantize_block(self.plain[name], scale_format=form)
+                linear.weight.data = numerics.dequantize_block(*codes)
         self.rounds = {self.linears[name] for name in fp8 if "activations" in sides}
         size = {row.name: self.plain[row.name].numel() for row in rows}
         return 1 - sum(size[name] for name in fp8) / sum(size.values())
@@ -136,12 +134,13 @@ def answers(model: Rounded, options: argparse.Namespace) -> list[tuple[list[int]
     if options.answers and options.answers.is_file():
         return json.loads(options.answers.read_text(encoding="utf-8"))
     tokenizer, texts = AutoTokenizer.from_pretrained(options.model), []
-    settings = {"eos_token_id": end_ids(options.model, tokenizer), "do_sample": True, "top_k": 0}
     asked = [PROMPTS[5 * n % len(PROMPTS)] for n in range(len(PROMPTS))]  # of every task
     for task in asked[:: -1 if options.scan else 1][: options.texts]:
         prompt = chat_ids(tokenizer, task)
         ids = torch.tensor([prompt], device=model.model.device)
-        made = model.model.generate(ids, max_new_tokens=options.tokens, **settings)
+        made = model.model.generate(
+            ids, max_new_tokens=options.tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0
+        )
         texts.append((prompt, made[0, len(prompt) :].tolist()))
     if options.answers:
         options.answers.write_text(json.dumps(texts), encoding="utf-8")

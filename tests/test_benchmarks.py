@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from support.processes import run_code
-from support.tiny import add_chat_tokenizer, make_checkpoint
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 INSIDE = """
@@ -57,55 +56,13 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     return loaded
 
 
-@pytest.mark.parametrize("name", sorted(file.stem for file in BENCHMARKS.glob("*.py")))
-def test_a_program_imports_without_a_gpu(name: str, load: Any) -> None:
-    if name in NEEDS_TRITON:
-        pytest.importorskip("triton")
-    module = load(name)
-    lines = Path(module.__file__).read_text(encoding="utf-8").count("\n")
-    assert module.__doc__ and lines <= 400
-
-
-# --- models and data ---
-
-
-def test_answers_of_programs_are_judged(load: Any) -> None:
-    tasks = load("long_tasks")
-    asked = tasks.problem(24, random.Random(0))
-    told = tasks.demonstration(asked.prompt, random.Random(0))
-    tokenizer = tasks.LongTokenizer()
-    assert len(tokenizer.encode(asked.prompt, add_bos=False)) == tasks.prompt_length(24)
-    assert len(tokenizer.encode(told, add_bos=False)) + 1 == tasks.answer_length(24)
-    slipped = "".join(f"well{what}={digits}" for what, digits in tasks.run(asked.prompt, {3}))
-    for answer, outcome in (
-        (told, "right"),
-        (told[: told.index("\\")], "box"),
-        (told[:30], "form"),
-        (slipped, "slip"),
-    ):
-        assert tasks.outcome(asked.prompt, answer) == outcome
-
-
-def test_written_sums_are_marked_and_garbled_answers_found(load: Any) -> None:
-    tasks = load("reasoning_tasks")
-    entry = {"answer": "-4", "metadata": {"expression": "12 + 7 - 23"}}
-    text, spans = tasks.demonstration(tasks.TASKS["sums"], entry, random.Random(0))
-    assert [text[start:end] for start, end in spans] == ["19", "-4", "-4"]
-    assert text.endswith(" <answer>-4</answer>")
-    counted = list(range(20, 60))
-    assert not tasks.is_repeated([*counted, 1, 2, 3, 1, 2, 3, *counted])
-    assert tasks.is_repeated([*counted, *[1, 2, 3] * 8, *counted])
-    assert tasks.is_repeated([*counted, *counted[:30] * 3])
-
-
-# --- pins ---
-
-
 def test_pins_are_judged_by_the_whole_distribution(
     tmp_path: Path, load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against transformers in float64, over weights that are rounded block by block here."""
     from transformers import AutoModelForCausalLM
+
+    from support.tiny import add_chat_tokenizer, make_checkpoint
 
     folder = add_chat_tokenizer(make_checkpoint(tmp_path / "model", 0))
     answers, found = tmp_path / "answers.json", tmp_path / "pins.json"
@@ -150,6 +107,47 @@ def test_pins_are_judged_by_the_whole_distribution(
                     block.copy_((block.float() * scale).to(torch.float8_e4m3fn).double() / scale)
         kl = [(p.exp() * (p - q)).sum(-1).mean() for p, q in zip(plain, logprobs(), strict=True)]
     assert made["weights"]["kl"] == pytest.approx(sum(kl).item() / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in BENCHMARKS.glob("*.py")))
+def test_a_program_imports_without_a_gpu(name: str, load: Any) -> None:
+    if name in NEEDS_TRITON:
+        pytest.importorskip("triton")
+    module = load(name)
+    lines = Path(module.__file__).read_text(encoding="utf-8").count("\n")
+    assert module.__doc__ and lines <= 400
+
+
+# --- models and data ---
+
+
+def test_answers_of_programs_are_judged(load: Any) -> None:
+    tasks = load("long_tasks")
+    asked = tasks.problem(24, random.Random(0))
+    told = tasks.demonstration(asked.prompt, random.Random(0))
+    tokenizer = tasks.LongTokenizer()
+    assert len(tokenizer.encode(asked.prompt, add_bos=False)) == tasks.prompt_length(24)
+    assert len(tokenizer.encode(told, add_bos=False)) + 1 == tasks.answer_length(24)
+    slipped = "".join(f"well{what}={digits}" for what, digits in tasks.run(asked.prompt, {3}))
+    for answer, outcome in (
+        (told, "right"),
+        (told[: told.index("\\")], "box"),
+        (told[:30], "form"),
+        (slipped, "slip"),
+    ):
+        assert tasks.outcome(asked.prompt, answer) == outcome
+
+
+def test_written_sums_are_marked_and_garbled_answers_found(load: Any) -> None:
+    tasks = load("reasoning_tasks")
+    entry = {"answer": "-4", "metadata": {"expression": "12 + 7 - 23"}}
+    text, spans = tasks.demonstration(tasks.TASKS["sums"], entry, random.Random(0))
+    assert [text[start:end] for start, end in spans] == ["19", "-4", "-4"]
+    assert text.endswith(" <answer>-4</answer>")
+    counted = list(range(20, 60))
+    assert not tasks.is_repeated([*counted, 1, 2, 3, 1, 2, 3, *counted])
+    assert tasks.is_repeated([*counted, *[1, 2, 3] * 8, *counted])
+    assert tasks.is_repeated([*counted, *counted[:30] * 3])
 
 
 # --- the driver of NeMo RL ---
