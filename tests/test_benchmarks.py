@@ -35,6 +35,59 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     return loaded
 
 
+def test_pins_are_judged_by_the_whole_distribution(
+    tmp_path: Path, load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against transformers in float64, over weights that are rounded block by block here."""
+    from transformers import AutoModelForCausalLM
+
+    from support.tiny import add_chat_tokenizer, make_checkpoint
+
+    folder = add_chat_tokenizer(make_checkpoint(tmp_path / "model", 0))
+    answers, found = tmp_path / "answers.json", tmp_path / "pins.json"
+    rows = {
+        "weights": {"sides": ["weights"]},
+        "one layer": {"sides": ["weights"], "pins": {"last": 1}},
+        "none": {"pins": {"kinds": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}},
+        "FP8 cache": {"pins": {"last": 2}, "kv_cache": {"dtype": "fp8_e4m3"}},
+    }
+    given = ["pins.py", folder, "--texts", 2, "--tokens", 6, "--answers", answers, "--json", found]
+    for name, recipe in rows.items():
+        given += ["--recipe", f"{name}={json.dumps(recipe)}"]
+    monkeypatch.setattr(sys, "argv", list(map(str, given)))
+    load("pins").main()
+    result = json.loads(found.read_text(encoding="utf-8"))
+    made = result["rows"]
+    assert made["none"]["kl"] == pytest.approx(0, abs=1e-9) and made["none"]["top1"] == 1
+    assert made["FP8"]["kl"] > made["weights"]["kl"] > made["one layer"]["kl"] > 1e-9
+    assert made["FP8 cache"]["kl"] > 1e-9
+    assert [row["bf16_flops"] for row in made.values()] == [0, 0, 0.5, 1, 1]
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    texts = json.loads(answers.read_text(encoding="utf-8"))
+    assert result["tokens"] == sum(len(answer) for _, answer in texts)
+
+    def logprobs() -> list[torch.Tensor]:
+        scored = (
+            (model(torch.tensor([prompt + answer])).logits[0], len(prompt), len(answer))
+            for prompt, answer in texts
+        )
+        return [each[start - 1 : start - 1 + n].log_softmax(-1) for each, start, n in scored]
+
+    with torch.no_grad():
+        plain = logprobs()
+        for name, linear in model.named_modules():
+            if not isinstance(linear, torch.nn.Linear) or name == "lm_head":
+                continue
+            for rows_of in linear.weight.split(128):
+                for block in rows_of.split(128, 1):
+                    # In float64, or as the reciprocal times 448, some ties go the other way.
+                    scale = torch.tensor(448.0) / block.float().abs().max()
+                    block.copy_((block.float() * scale).to(torch.float8_e4m3fn).double() / scale)
+        kl = [(p.exp() * (p - q)).sum(-1).mean() for p, q in zip(plain, logprobs(), strict=True)]
+    assert made["weights"]["kl"] == pytest.approx(sum(kl).item() / 2, rel=1e-3)
+
+
 @pytest.mark.parametrize("name", sorted(file.stem for file in BENCHMARKS.glob("*.py")))
 def test_a_program_imports_without_a_gpu(name: str, load: Any) -> None:
     if name in NEEDS_TRITON:
