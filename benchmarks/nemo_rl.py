@@ -15,7 +15,7 @@ reward and mismatch of every step, and seconds by phase. ``fp8rl-bf16kv`` has FP
 BF16 KV cache, as upstream's FP8 path with a DTensor trainer; ``fp8rl-int8kv`` an INT8 cache;
 ``fp8rl-rollout`` and ``upstream-rollout`` FP8 in rollouts alone, over a BF16 cache; ``fp8rl-exact``
 is ``exact: true``, for ``sums`` with packed sequences, ``fp8rl-exact-int8kv`` the same over an INT8
-cache.
+cache; ``fp8rl-pinned`` has q, k, v and the last layer in BF16 over an INT8 cache.
 
 ``--task sums``: a small Qwen3 trained here for seconds, or a small model of ``--family`` with its
 file under ``recipes/`` (``nemo_rl_families.py``). ``--gpus 2`` makes rollouts tensor-parallel and
@@ -73,6 +73,7 @@ VARIANTS = (
     "fp8rl-rollout",
     "fp8rl-exact",
     "fp8rl-exact-int8kv",
+    "fp8rl-pinned",
 )
 TASKS: dict[str, dict[str, Any]] = {
     "sums": {"variants": "bf16,upstream,fp8rl", "steps": 20, "prompts": 32, "generations": 16},
@@ -87,7 +88,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "reasoning": {
         "trainer": "megatron",
         "variants": "bf16,fp8rl-rollout,fp8rl-bf16kv,fp8rl,fp8rl-int8kv,fp8rl-exact,"
-        "fp8rl-exact-int8kv",
+        "fp8rl-exact-int8kv,fp8rl-pinned",
         "steps": 100,
         "prompts": 16,
         "generations": 8,

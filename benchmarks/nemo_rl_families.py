@@ -44,6 +44,7 @@ CACHES: dict[str, KVDtype] = {
     "fp8rl-int8kv": "int8_per_token_head",
     "fp8rl-exact": "fp8_e4m3",
     "fp8rl-exact-int8kv": "int8_per_token_head",
+    "fp8rl-pinned": "int8_per_token_head",
 }
 """KV caches of the variants; the others have one in BF16."""
 

@@ -173,6 +173,8 @@ def config(
         value["loss_fn"]["reference_policy_kl_penalty"] = 0
         if "fp8rl" in value:
             value["fp8rl"]["pins"] = {}  # upstream's FP8 has none either
+    if variant == "fp8rl-pinned":
+        value["fp8rl"]["pins"] = {"kinds": ["qkv_proj"], "last": 1}
     checkpoints = logs.with_name(logs.name.replace("logs", "checkpoints", 1))
     if options.task == "long":
         longest = options.programs[1]
