@@ -139,7 +139,7 @@ def test_offline_recipe(engine, checkpoints, tokens):
         "weights": load_tensors(checkpoints["b"]),
         "conversations": [[5, 6, 7, 8, 9, 10], list(range(20, 60))],
     }
-    code = doc_block("Offline `LLM`")
+    code = DOC.split("<!-- test: offline -->\n```python\n")[1].split("```")[0].rstrip()
     first, _, rest = code.partition("calibrate_kv_scales(llm")
     exec(first, space)
     assert engine.greedy(PROMPTS) == tokens["b"]
