@@ -166,7 +166,13 @@ def _check_model(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _check(site: Site, backends: BackendChoice) -> None:
-    """Refuse a dtype, or a shape that no GEMM backend serves."""
+    """Refuse a dtype, dtypes that differ, or a shape that no GEMM backend serves."""
+    dtypes = {name: weight.dtype for name, weight in site.weights.items()}
+    if len(set(dtypes.values())) > 1:
+        raise UnsupportedError(
+            f"Weights that are multiplied as one matrix differ in dtype ({dtypes}); load all in "
+            "bfloat16, or all in float32."
+        )
     for name, weight in site.weights.items():
         if weight.dtype not in DTYPES:
             raise UnsupportedError(

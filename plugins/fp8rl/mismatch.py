@@ -26,7 +26,8 @@ class MismatchMetrics:
     token_mult_prob_error: float
     """Mean of exp(abs(log_ratio)); 1 is perfect (NeMo RL ``token_mult_prob_error``)."""
     capped_prob_error: float
-    """Mean of min(exp(abs(log_ratio)), 10): a token far off cannot raise that of a whole batch."""
+    """Mean of min(exp(abs(log_ratio)), 10), which one token far off cannot raise much; infinite if
+    a log_ratio is."""
     kl_k1: float
     """KL(rollout, trainer) estimated as the mean of -log_ratio."""
     kl_k2: float
@@ -106,11 +107,14 @@ def mismatch_metrics(
     ratio = log_ratio.exp()
     # The ESS does not change with a common factor; this one keeps its squares finite.
     weight = (log_ratio - log_ratio.max()).exp()
+    error = log_ratio.abs().exp()
+    # A policy that rules a sampled token out is no mismatch that a cap may hide.
+    capped = torch.where(log_ratio.isinf().any(), torch.inf, error.clamp(max=CAP).mean())
     levels = torch.tensor(QUANTILES, dtype=torch.float64, device=log_ratio.device)
     packed = torch.stack(
         [
-            log_ratio.abs().exp().mean(),
-            log_ratio.abs().exp().clamp(max=CAP).mean(),
+            error.mean(),
+            capped,
             -log_ratio.mean(),
             log_ratio.square().mean() / 2,
             (torch.expm1(log_ratio) - log_ratio).mean(),

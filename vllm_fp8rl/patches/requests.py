@@ -54,6 +54,8 @@ def rpc_unless_busy(rpc: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         if busy and method in worker.NEED_IDLE:
             return [worker.refusal(method)]
         if method in _UPDATES and core.vllm_config.weight_transfer_config is not None:
+            if busy and method == _START:
+                worker.read_answer(worker.refusal(method))
             return _update_weights(core, rpc, method, *args, **kwargs)
         if method != "reset_weights":
             return rpc(core, method, *args, **kwargs)

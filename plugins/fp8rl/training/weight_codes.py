@@ -140,7 +140,7 @@ class WeightCodes:
 
         Where the epoch keeps codes, a change is seen if it bumps ``_version`` (any in-place
         operation on the parameter, ``load_state_dict``), moves the storage, or comes from an
-        optimizer step; :meth:`megatron_fp8rl.Conversion.keeping_codes` says which is not.
+        optimizer step; ``keeping_codes`` of a conversion says which is not.
 
         Args:
             weights: ``[layout.rows, K]`` each, in Megatron's row order; rows behind these have no

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.gemm import GroupedBackend, GroupedShape, ReferenceBackend
+from fp8rl.gemm.deep_gemm import _stacks
 from fp8rl.numerics import ExpertRows, Quantized, quantize_grouped, quantize_weights
 from support.numeric import relative_error
 
@@ -63,3 +64,22 @@ def test_the_reference_gives_products_of_each_expert(splits, random):
         else:
             assert torch.equal(totals[position], torch.ones(OUT, IN))
             assert not fresh[position].any()
+
+
+def test_gradients_that_follow_each_other_are_one_stack():
+    buffer = torch.arange(5 * 8.0)
+    a, b, c = buffer[8:32].view(3, 2, 4).unbind()
+    other = torch.zeros(2, 4)
+    found = _stacks([a, b, other, c, buffer[32:].view(2, 4)])
+    assert [(first, len(stack)) for first, stack in found] == [(0, 2), (2, 1), (3, 2)]
+    assert torch.equal(found[0][1], buffer[8:24].view(2, 2, 4))
+    assert found[2][1].data_ptr() == c.data_ptr() and found[2][1].is_contiguous()
+    assert [first for first, _ in _stacks([b, a])] == [0, 1]  # not in the order of memory
+    assert [len(s) for _, s in _stacks([a.t(), b.t()])] == [1, 1]
+    # Where TMA cannot write each is alone, and gets a sum made elsewhere.
+    assert [len(s) for _, s in _stacks(buffer[7:31].view(3, 2, 4).unbind())] == [1, 1, 1]
+    # Neighbours in memory, but each in a storage of its own.
+    memory = bytearray(64)
+    x, y = (torch.frombuffer(memory, dtype=torch.float32, count=8, offset=n) for n in (0, 32))
+    assert y.data_ptr() == x.data_ptr() + 32
+    assert [len(s) for _, s in _stacks([x.view(2, 4), y.view(2, 4)])] == [1, 1]

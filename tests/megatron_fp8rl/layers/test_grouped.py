@@ -195,3 +195,20 @@ def test_a_backend_that_returns_padded_rows_is_refused():
         grouped_linear(
             torch.randn(30, IN).bfloat16(), (10, 20), _weights(2, "none"), None, state, fusion=False
         )
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_an_overflow_stays_with_its_token_and_its_expert(value):
+    weights, splits = _weights(2, "none", dtype=torch.float32), (4, 5)
+    x, grad = torch.randn(9, IN), torch.randn(9, OUT)
+    x[2, 7] = float(value)  # an activation of the first expert
+    grad[6, 3] = float(value)  # a gradient of the second
+    x.requires_grad_()
+    y = grouped_linear(x, splits, weights, None, _state(2), fusion=False)
+    y.backward(grad)
+    assert y.isnan().all(1).nonzero().flatten().tolist() == [2]
+    assert y.isnan().any(1).sum() == 1
+    assert x.grad.isnan().all(1).nonzero().flatten().tolist() == [6]
+    assert x.grad.isnan().any(1).sum() == 1
+    assert weights[0].grad.isnan().all(0).nonzero().flatten().tolist() == [7]
+    assert weights[1].grad.isnan().all(1).nonzero().flatten().tolist() == [3]

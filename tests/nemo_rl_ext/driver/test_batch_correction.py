@@ -322,14 +322,23 @@ def test_a_step_far_off_is_left_out_and_then_the_run_ends(bf16: bool, message: s
         run.correct(batch([1.0]))
 
 
-def test_one_token_far_off_leaves_the_guard_normal() -> None:
-    """As in a healthy run of SmolLM2, whose mean error it lifted to 1,050."""
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize(
+    ("gap", "level"), [(15.0, "normal"), (math.inf, "skip"), (-math.inf, "skip")]
+)
+def test_one_token_far_off_leaves_the_guard_normal_unless_it_is_impossible(
+    gap: float, level: str, in_pieces: bool
+) -> None:
+    """As in a healthy run of SmolLM2, whose mean error a few tokens lifted to 1,050."""
     guard = MismatchGuard(GuardConfig())
+    run = BatchCorrection(ImportanceSampling(), guard, in_pieces=in_pieces)
     data = batch([0.05] * 8, tokens=512)
-    data["prev_logprobs"][3, 7] += 15
-    metrics = BatchCorrection(ImportanceSampling(), guard).correct(data)
+    data["prev_logprobs"][3, 7] += gap
+    metrics = run.correct(data)
+    if in_pieces:
+        metrics = run.end_step()[1]
     assert metrics["fp8rl/token_mult_prob_error"] > 800
-    assert guard.level == "normal" and metrics["fp8rl/step_skipped"] == 0
+    assert guard.level == level and metrics["fp8rl/step_skipped"] == (level == "skip")
 
 
 def test_the_guards_settings_are_checked() -> None:

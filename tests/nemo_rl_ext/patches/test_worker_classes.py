@@ -16,6 +16,7 @@ from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches import worker_classes
 from nemo_rl_ext.patches.worker_classes import STANDS_FOR, UPSTREAM
 from support.nemo_rl import planned
+from support.processes import run_code
 
 EXTENSION = "my_package.MyWorker"
 KEY = "worker_extension_cls_fqn"
@@ -171,3 +172,20 @@ def test_what_the_trainer_passes_to_upstream_by_name_is_compared() -> None:
     for method, name in passed:
         arguments = {n.arg for n in ast.walk(compared[method]) if isinstance(n, ast.arg)}
         assert name in arguments, f"{method}({name}=..)"
+
+
+@pytest.mark.parametrize("name", STANDS_FOR.values())
+def test_a_worker_without_the_package_does_not_train_in_bf16(name: str) -> None:
+    """A worker imports its class by name, as upstream's builder of workers does."""
+    module, _, cls = name.rpartition(".")
+    done = run_code(
+        f"""
+        import importlib, sys
+        sys.modules["nemo_rl_ext"] = None  # an environment without this distribution
+        getattr(importlib.import_module({module!r}), {cls!r})
+        """
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError")
+    assert "nemo_rl_ext" in last

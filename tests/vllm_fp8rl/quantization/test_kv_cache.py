@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
@@ -265,3 +265,20 @@ def test_a_layer_that_the_quantization_never_saw_has_no_cache_of_8_bits(engine: 
         require_known_caches({**layers, "draft.0.attn": foreign})
     foreign.kv_cache_dtype = "auto"
     require_known_caches({**layers, "draft.0.attn": foreign})
+
+
+def test_scales_stored_in_a_checkpoint_count(
+    other_engine: Callable[..., Engine], checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    scales = {
+        scale_name(layer, role): torch.tensor([0.02 + 0.01 * layer])
+        for layer in (0, 1)
+        for role in ("k", "v")
+    }
+    tensors = load_file(checkpoints["a"] / "model.safetensors")
+    save_file(tensors | scales, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((checkpoints["a"] / "config.json").read_bytes())
+    stored = other_engine(tmp_path, Recipe(), scaled=False)
+    expected = {(layer, role): f32(0.02 + 0.01 * layer) for layer in (0, 1) for role in "kv"}
+    assert kv_scale_state(stored.model) == expected
+    assert len(stored.greedy(PROMPTS)) == len(PROMPTS)

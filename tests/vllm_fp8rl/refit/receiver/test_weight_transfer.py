@@ -70,6 +70,21 @@ def test_incomplete_update_is_an_error_and_closes_the_engine(receiver, checkpoin
     assert receiver.greedy(PROMPTS) == tokens["a"]
 
 
+def test_an_update_beside_requests_in_flight_is_refused(receiver, tokens):
+    from vllm import SamplingParams
+
+    core = receiver.llm.llm_engine
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
+    core.add_request("in flight", {"prompt_token_ids": list(range(5, 15))}, sampling)
+    core.step()
+    with pytest.raises(RefitError, match=r"requests in flight.*pause"):
+        receiver.llm.start_weight_update()
+    ended = []
+    while core.has_unfinished_requests():
+        ended += [len(output.outputs[0].token_ids) for output in core.step()]
+    assert ended[-1] == 12
+
+
 def test_one_source_for_an_update(receiver):
     receiver.llm.start_weight_update()
     with pytest.raises(RefitError, match="either 'path' or 'payload'"):
