@@ -16,8 +16,8 @@ Above = Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
 class GuardConfig(BaseModel):
     """``loss_fn.fp8rl_guard``; bounds are on ``fp8rl/capped_prob_error``, 1 is perfect.
 
-    The defaults lie above most steps of a small pretrained model in FP8 end to end, whose plain error
-    is 1.18 to 1.25 (``docs/measurements/expect.md``).
+    The defaults lie above most steps of a small pretrained model in FP8 end to end, whose plain
+    error is 1.18 to 1.25 (``docs/measurements/expect.md``).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
