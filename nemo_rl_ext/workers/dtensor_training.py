@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import torch
 
 from fp8rl.kv_scales import ROLES, scale_name
+from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers.kept_codes import KeptCodes
 from nemo_rl_ext.workers.refit import NOT_SENT
 from nemo_rl_ext.workers.training import Fp8Trainer, Scales, keeps_codes
 from torch_fp8rl import convert
 from torch_fp8rl.kv import KVCacheInTraining, QKVObserver
 from torch_fp8rl.layers import Fp8Linear
+
+logger = logging.getLogger(LOGGER)
 
 
 class Fp8DTensorTraining(Fp8Trainer):
@@ -41,6 +45,7 @@ class Fp8DTensorTraining(Fp8Trainer):
     """
 
     dp_size: int
+    rank: int
 
     def __init__(self, config: Any, *args: Any, init_optimizer: bool = True, **kwargs: Any) -> None:
         super().__init__(config, *args, init_optimizer=init_optimizer, **kwargs)
@@ -48,7 +53,9 @@ class Fp8DTensorTraining(Fp8Trainer):
         recipe = plan.of_trainer
         if not init_optimizer or recipe is None:
             return
-        conversion = convert(self.model, recipe)
+        # NeMo RL shows what its own logger says; one table is enough.
+        report = logger.info if self.rank == 0 else None
+        conversion = convert(self.model, recipe, report=report)
         if keeps_codes() and conversion.modules:
             linears = [m for m in self.model.modules() if isinstance(m, Fp8Linear)]
             # Of sharded weights too the codes are whole.

@@ -24,7 +24,7 @@ Sent = dict[str, torch.Tensor]
 class DTensorPolicyWorkerImpl:
     """Upstream's contract, as far as the mixin goes; the model has parameters in float32."""
 
-    dp_size = 4
+    dp_size, rank = 4, 0
 
     def __init__(
         self, config: Any, tokenizer: Any = None, init_optimizer: bool = True, **options: Any
