@@ -14,6 +14,7 @@ from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.recipe import KVCache, KVDtype
 from nemo_rl_ext.config.drivers import (
     BLOCK,
+    DTENSOR,
     GUARD,
     LOSS,
     MEGATRON,
@@ -43,14 +44,20 @@ def refuse_unread_settings(
 ) -> None:
     """Refuse what the block asks for and no section acts on; defaults and BF16 ask for nothing."""
     blocks, driver = sections.blocks, sections.driver
-    acting = set(blocks)
-    if not sections.megatron.get("enabled"):
-        acting.discard(MEGATRON)
-        if set(blocks) == {MEGATRON}:
-            raise UnsupportedError(
-                f"'{where}' needs '{MEGATRON}.enabled' true: {sections.other_trainer} workers "
-                "train in BF16; set it, or remove the block."
-            )
+    idle = DTENSOR if sections.trainer == MEGATRON else MEGATRON
+    acting = set(blocks) - {idle}
+    by_dtensor = DTENSOR in driver.serves and sections.trainer == DTENSOR
+    if set(blocks) == {DTENSOR} == {idle}:
+        raise RecipeError(
+            f"'{where}' has no effect: '{MEGATRON}.enabled' is true; move it to "
+            f"'{block_path(MEGATRON)}', or remove it."
+        )
+    if set(blocks) == {MEGATRON} == {idle}:
+        also = f", move the block to '{block_path(DTENSOR)}'" if by_dtensor else ""
+        raise UnsupportedError(
+            f"'{where}' needs '{MEGATRON}.enabled' true: {sections.other_trainer} workers "
+            f"train in BF16; set it{also}, or remove the block."
+        )
     for key, readers in READERS.items():
         value = getattr(given, key)
         asks = key in block and value not in (type(value)(), "auto")
@@ -58,11 +65,12 @@ def refuse_unread_settings(
             asks = False  # see below
         if not asks or acting & set(readers):
             continue
-        missing = [path for path in readers if path in driver.serves]
+        missing = [p for p in readers if p in driver.serves and not (by_dtensor and p == idle)]
         if MEGATRON in blocks and key == "training":
+            also = f", interpolate the block into '{block_path(DTENSOR)}'" if by_dtensor else ""
             reason = (
-                f"{sections.other_trainer} workers train in BF16; set it to false, or "
-                f"'{MEGATRON}.enabled' true"
+                f"{sections.other_trainer} workers train in BF16; set it to false{also}, or set "
+                f"'{MEGATRON}.enabled' to true"
             )
         elif missing:
             reason = (
@@ -125,7 +133,7 @@ def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
     if recipe.exact:
         refuse_inexact(recipe, block_path(next(iter(sections.blocks))), sections)
     refuse(_other_workers(recipe, sections), sections)
-    if recipe.training:
+    if recipe.training and sections.trainer == MEGATRON:
         refuse(_TRAINING, sections)
     if recipe.rollout:
         refuse(_ROLLOUTS, sections)
@@ -134,7 +142,7 @@ def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
         _refuse_fp8_kv(recipe, sections)
     if kv_dtype(recipe) != "auto":
         refuse(_backends(kv_dtype(recipe)), sections)
-    if recipe.kv_cache.in_training:
+    if recipe.kv_cache.in_training and sections.trainer == MEGATRON:
         refuse(_captured_attention(), sections)
     if sections.at("policy.router_replay").get("enabled"):
         if VLLM in sections.blocks:
@@ -209,11 +217,13 @@ _ROUTERS_OF_TRAINING: tuple[Rule, ...] = (
 def _other_workers(recipe: Recipe, sections: Sections) -> Iterator[Rule]:
     """Rules of keys by which another worker takes the place of ours, without a word."""
     text = "selects a {} in place of fp8rl's, which '{}' needs; remove it, or the fp8rl block."
-    if (recipe.rollout or recipe.training) and sections.megatron.get("enabled"):
-        ours = block_path(MEGATRON if MEGATRON in sections.blocks else VLLM)
-        other = text.format("Megatron worker of another number format", ours)
+    by_megatron = sections.trainer == MEGATRON
+    if (recipe.rollout or recipe.training) and (by_megatron or sections.is_trainer_ours):
+        ours = block_path(sections.trainer if sections.is_trainer_ours else VLLM)
+        worker = "Megatron worker" if by_megatron else "DTensor worker"
+        other = text.format(f"{worker} of another number format", ours)
         yield "policy.quant_cfg", (None,), other
-        yield f"policy.{WORKER_KEY}", _unset_or_ours, text.format("Megatron worker", ours)
+        yield f"policy.{WORKER_KEY}", _unset_or_ours, text.format(worker, ours)
     if recipe.rollout:
         other = text.format("vLLM worker", block_path(VLLM))
         yield f"policy.generation.{WORKER_KEY}", _unset_or_ours, other
@@ -271,7 +281,7 @@ def _refuse_fp8_kv(recipe: Recipe, sections: Sections) -> None:
     if (
         sent
         and (sections.megatron.get("pipeline_model_parallel_size") or 1) > 1
-        and MEGATRON not in sections.blocks
+        and not sections.is_trainer_ours
     ):
         reason = (
             f"'{MEGATRON}.{BLOCK}' where '{MEGATRON}.pipeline_model_parallel_size' is above 1: "
@@ -299,7 +309,7 @@ def _refuse_fp8_kv(recipe: Recipe, sections: Sections) -> None:
         )
     elif lasting and not sent:
         reason = f"{key} refit: engines that calibrate themselves do so after each refit"
-    elif lasting and MEGATRON not in sections.blocks:
+    elif lasting and not sections.is_trainer_ours:
         reason = (
             f"{key} refit, or '{MEGATRON}.{BLOCK}': NeMo RL's own calibration makes new scales "
             "with each refit"

@@ -15,10 +15,11 @@ from typing import Any
 
 VLLM = "policy.generation.vllm_cfg"
 MEGATRON = "policy.megatron_cfg"
+DTENSOR = "policy.dtensor_cfg"
 LOSS = "loss_fn"
 BLOCK = "fp8rl"
 GUARD = "fp8rl_guard"
-OTHER_TRAINERS = {"Automodel": "policy.automodel_cfg", "DTensor": "policy.dtensor_cfg"}
+OTHER_TRAINERS = {"Automodel": "policy.automodel_cfg", "DTensor": DTENSOR}
 """NeMo RL's trainer without Megatron: its name and section since 0.8.0, and those before."""
 WORKER_KEY = "worker_extension_cls_fqn"
 """Of ``policy`` and ``policy.generation``, newer than 7ea279a: the class of the workers."""
@@ -48,7 +49,7 @@ class Driver:
     unsupported_reason: str = ""
     """Why it does not serve the other sections."""
     sends_kv_scales: bool = False
-    """Whether the loop sends KV scales of a Megatron trainer with its refits."""
+    """Whether the loop sends KV scales of a trainer that makes them with its refits."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -75,7 +76,7 @@ _TABLE = (
             "nemo_gym/run_grpo_nemo_gym.py",
         ),
         "grpo",
-        _ALL,
+        (*_ALL, DTENSOR),
         sends_kv_scales=True,
     ),
     Driver(

@@ -1,8 +1,9 @@
 """The ``fp8rl`` keys of a NeMo RL config, and the sections in which they stand.
 
-One block, a :class:`fp8rl.Recipe`, stands at up to three places (interpolated from one): with
+One block, a :class:`fp8rl.Recipe`, stands at up to four places (interpolated from one): with
 ``policy.generation.vllm_cfg.fp8rl`` the rollouts run by it, with ``policy.megatron_cfg.fp8rl`` the
-Megatron trainer, with ``loss_fn.fp8rl`` the loss. ``loss_fn.fp8rl_guard`` is a
+Megatron trainer or with ``policy.dtensor_cfg.fp8rl`` the DTensor trainer, with ``loss_fn.fp8rl``
+the loss. ``loss_fn.fp8rl_guard`` is a
 :class:`nemo_rl_ext.config.guard.GuardConfig`. :mod:`nemo_rl_ext.config.drivers` says which
 of them a driver serves, :mod:`nemo_rl_ext.config.merge` reads and spreads them, and
 :mod:`nemo_rl_ext.config.checks` refuses what nobody would act on.
@@ -16,14 +17,16 @@ from typing import Any
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError
 from fp8rl.recipe import KVDtype
-from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, OTHER_TRAINERS, VLLM, Driver
+from nemo_rl_ext.config.drivers import BLOCK, DTENSOR, LOSS, MEGATRON, OTHER_TRAINERS, VLLM, Driver
+
+_TRAINERS = (MEGATRON, DTENSOR)
 
 READERS = {
     "rollout": (VLLM,),
-    "training": (MEGATRON,),
-    "weights": (VLLM, MEGATRON),
-    "activations": (VLLM, MEGATRON),
-    "pins": (VLLM, MEGATRON),
+    "training": _TRAINERS,
+    "weights": (VLLM, *_TRAINERS),
+    "activations": (VLLM, *_TRAINERS),
+    "pins": (VLLM, *_TRAINERS),
     "kv_cache": (VLLM,),
     "rope_dtype": (VLLM,),
     "importance_sampling": (LOSS,),
@@ -52,8 +55,18 @@ class Sections:
     @property
     def blocks(self) -> dict[str, Any]:
         """The block in each section that has one, by the section's path."""
-        given = {VLLM: self.vllm, MEGATRON: self.megatron, LOSS: self.loss}
+        given = {path: self.at(path) for path in (VLLM, *_TRAINERS, LOSS)}
         return {p: section[BLOCK] for p, section in given.items() if section.get(BLOCK) is not None}
+
+    @property
+    def trainer(self) -> str:
+        """Path of the section of the trainer that runs."""
+        return MEGATRON if self.megatron.get("enabled") else DTENSOR
+
+    @property
+    def is_trainer_ours(self) -> bool:
+        """Whether the trainer that runs does so by the block."""
+        return self.trainer in self.blocks
 
     def at(self, path: str) -> Mapping[str, Any]:
         """Return the section at a dotted path; empty where it is missing or null.
@@ -82,13 +95,18 @@ class Sections:
     @property
     def sends_kv_scales(self) -> bool:
         """Whether refits bring KV scales of the trainer; others make none."""
-        return self.driver.sends_kv_scales and bool(self.megatron.get("enabled"))
+        return self.driver.sends_kv_scales and self._rounds_kv
 
     def trainer_can_round(self, dtype: KVDtype) -> bool:
         """Tell whether the trainer can round K and V as a rollout's cache of this dtype does."""
         if dtype == "int8_per_token_head":
-            return bool(self.megatron.get("enabled"))
+            return self._rounds_kv
         return dtype == "fp8_e4m3" and self.sends_kv_scales
+
+    @property
+    def _rounds_kv(self) -> bool:
+        """Whether the trainer's worker is one of ours, which sees and rounds K and V."""
+        return self.trainer == MEGATRON or self.is_trainer_ours
 
     @property
     def shares_experts(self) -> bool:

@@ -16,6 +16,7 @@ from nemo_rl_ext.config import checks
 from nemo_rl_ext.config.drivers import (
     ARGUMENTS,
     BLOCK,
+    DTENSOR,
     GUARD,
     LOSS,
     MEGATRON,
@@ -89,6 +90,47 @@ _OF_TRAINING: tuple[Rule, ...] = (
     ),
 )
 
+# Its worker trains a model of transformers by FSDP2, which torch_fp8rl converts.
+_FSDP_ALONE = (
+    f"is {{}}, and FP8 training with '{DTENSOR}.{BLOCK}' is served by FSDP2 alone; set it to 1, "
+    "or train with Megatron."
+)
+_SYNCHRONOUS = (
+    f"is true, and FP8 training with '{DTENSOR}.{BLOCK}' is served in the synchronous loop of GRPO "
+    "alone; set it to false, or train with Megatron."
+)
+_OF_DTENSOR: tuple[Rule, ...] = (
+    (
+        "policy.automodel_cfg",  # newer than 7ea279a, which has another worker in its place
+        (None,),
+        f"is a section of a newer NeMo RL; '{DTENSOR}.{BLOCK}' is served at 7ea279a alone: check "
+        "it out and remove the section, or remove the block.",
+    ),
+    (
+        f"{DTENSOR}._v2",
+        OFF,
+        "is true, which trains Automodel's models; FP8 training is served by the first DTensor "
+        f"worker: set it to false, or remove '{DTENSOR}.{BLOCK}'.",
+    ),
+    (f"{DTENSOR}.tensor_parallel_size", (None, 1), _FSDP_ALONE),
+    (f"{DTENSOR}.context_parallel_size", (None, 1), _FSDP_ALONE),
+    (
+        f"{DTENSOR}.lora_cfg.enabled",
+        OFF,
+        f"is true, and the first DTensor worker, which '{DTENSOR}.{BLOCK}' needs, has no adapters; "
+        "set it to false, or remove the block.",
+    ),
+    (
+        "policy.precision",
+        (None, "bfloat16"),
+        f"is '{{}}'; with '{DTENSOR}.{BLOCK}' it can only be bfloat16, from which weights are "
+        "quantized.",
+    ),
+    ("grpo.async_grpo.enabled", OFF, _SYNCHRONOUS),
+    (f"{VLLM}.async_engine", OFF, _SYNCHRONOUS),
+    ("data_plane.enabled", OFF, _SYNCHRONOUS),
+)
+
 
 def read(sections: Sections) -> RunPlan | None:
     """Read and check the keys, and make the plan of the run; nothing is changed.
@@ -147,7 +189,7 @@ def read(sections: Sections) -> RunPlan | None:
         require_both_sections(first, sections)
     merged = _Merge(block, first)
     notes: list[str] = []
-    for path in (VLLM, MEGATRON):
+    for path in (VLLM, MEGATRON, DTENSOR):
         if path in blocks:
             _refuse_other_engines(sections, path)
     if VLLM in blocks:
@@ -156,7 +198,9 @@ def read(sections: Sections) -> RunPlan | None:
     else:
         _refuse_fp8_without_block(sections, VLLM, "precision", sections.vllm.get("precision"))
         merged.data["rollout"] = False
-    if not sections.megatron.get("enabled"):
+    if sections.trainer == DTENSOR and sections.is_trainer_ours:
+        refuse(_OF_DTENSOR, sections)
+    elif sections.trainer == DTENSOR:
         merged.data["training"] = False
         trainer = sections.other_trainer
         notes.append(f"the {trainer} trainer runs in BF16; only the rollouts run in FP8.")

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fp8rl import Recipe
 from fp8rl.recipe import KVDtype
-from nemo_rl_ext.config.drivers import BLOCK, MEGATRON, PLAN, VLLM
+from nemo_rl_ext.config.drivers import BLOCK, DTENSOR, MEGATRON, PLAN, VLLM
 from nemo_rl_ext.config.guard import GuardConfig
 
 
@@ -64,17 +64,22 @@ class RunPlan(BaseModel):
         return f"{self.sections[0]}.{BLOCK}"
 
     @property
-    def replaces_trainer(self) -> bool:
-        """Whether the Megatron worker must be our subclass.
+    def trainer(self) -> str:
+        """Path of the section of the trainer that runs."""
+        return MEGATRON if self.megatron else DTENSOR
 
-        It must be also where only the rollouts are ours: they may take KV scales from this trainer.
+    @property
+    def replaces_trainer(self) -> bool:
+        """Whether the trainer's worker must be our subclass.
+
+        Megatron's must be also where only the rollouts are ours: they may take KV scales from it.
         """
-        return self.megatron and (VLLM in self.sections or MEGATRON in self.sections)
+        return self.trainer in self.sections or (self.megatron and VLLM in self.sections)
 
     @property
     def of_trainer(self) -> Recipe | None:
         """The recipe by which the trainer runs; None where it is upstream's own."""
-        return self.recipe if MEGATRON in self.sections else None
+        return self.recipe if self.trainer in self.sections else None
 
     @property
     def rounded_as(self) -> KVDtype:

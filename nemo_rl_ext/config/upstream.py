@@ -13,6 +13,7 @@ from typing import Any
 
 from nemo_rl_ext.config.drivers import (
     BLOCK,
+    DTENSOR,
     LOSS,
     MEGATRON,
     PLAN,
@@ -103,6 +104,8 @@ def hand_over(plan: RunPlan, config: Any) -> None:
         megatron[BLOCK] = block
         if megatron.get("fp8_cfg"):
             megatron["fp8_cfg"] = {**megatron["fp8_cfg"], "enabled": False}
+    if DTENSOR in sections:
+        policy["dtensor_cfg"][BLOCK] = block
     if LOSS in sections:
         setattr(config.loss_fn, BLOCK, block)
         setattr(config.loss_fn, PLAN, plan.to_dict())

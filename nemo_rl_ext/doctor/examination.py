@@ -14,7 +14,7 @@ from fp8rl.models.folder import folder_config
 from fp8rl.models.spec import ModelSpec
 from fp8rl.plugins.adapters import ConfigRequest, Diagnosis, Section
 from fp8rl.precision_report import precision_section
-from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, VLLM, find
+from nemo_rl_ext.config.drivers import BLOCK, DTENSOR, LOSS, MEGATRON, VLLM, find
 from nemo_rl_ext.config.keys import Sections, block_path, kv_dtype
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.model_pins import check_model, model_spec
@@ -157,7 +157,8 @@ def _suppose_block(
 ) -> dict[str, Any] | None:
     """Write a block where the config has none: --recipe, or what upstream's keys say.
 
-    It stands in each section that the config has and the driver reads.
+    It stands in each section that the config has and the driver reads; but DTensor workers train
+    in BF16 unless the config itself has the block there.
 
     Returns:
         The block; None where the config has one, or where no key asks for FP8.
@@ -190,7 +191,7 @@ def _suppose_block(
             return None
     for path in driver.serves:
         section: Any = sections.at(path)
-        if section:
+        if section and path != DTENSOR:
             section[BLOCK] = dict(block)
     return block if driver.serves else None
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("fp8rl", "nemo_rl_ext", "vllm_fp8rl", "megatron_fp8rl")
+PACKAGES = ("fp8rl", "nemo_rl_ext", "vllm_fp8rl", "megatron_fp8rl", "torch_fp8rl")
 MODULES = ("fp8rl", "nemo_rl_ext", "wrapt")
 DISTRIBUTIONS = ("wrapt", "pluggy", "pydantic")
 GROUPS = ("torch.backends", "vllm.general_plugins")

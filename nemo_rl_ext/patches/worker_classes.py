@@ -12,8 +12,8 @@ Upstream: ``nemo_rl/models/policy/{lm_policy,utils}.py``,
 ``nemo_rl/models/generation/vllm/{vllm_generation,utils}.py``,
 ``nemo_rl/distributed/ray_actor_environment_registry.py``, ``nemo_rl/utils/venvs.py``; for the
 subclasses ``vllm_worker.py``, ``vllm_worker_async.py`` and ``vllm_backend.py`` in
-``nemo_rl/models/generation/vllm``, ``nemo_rl/models/policy/workers/megatron_policy_worker.py`` and
-``nemo_rl/models/megatron/setup.py``.
+``nemo_rl/models/generation/vllm``, ``megatron_policy_worker.py`` and ``dtensor_policy_worker.py``
+in ``nemo_rl/models/policy/workers`` and ``nemo_rl/models/megatron/setup.py``.
 Until: NeMo RL has a registry of worker classes (docs/upstream/worker_registry.md).
 """
 
@@ -29,7 +29,6 @@ from typing import Any
 from fp8rl.errors import UnsupportedError
 from nemo_rl_ext.config.drivers import (
     BLOCK,
-    MEGATRON,
     QUANTIZATION,
     VLLM,
     WORKER_KEY,
@@ -41,6 +40,7 @@ from nemo_rl_ext.patches.upstream import Upstream, find_source, resolve
 
 _VLLM = "nemo_rl.models.generation.vllm"
 _MEGATRON = "nemo_rl.models.policy.workers.megatron_policy_worker"
+_DTENSOR = "nemo_rl.models.policy.workers.dtensor_policy_worker"
 _REGISTRY = "nemo_rl.distributed.ray_actor_environment_registry"
 
 STANDS_FOR = {
@@ -49,9 +49,10 @@ STANDS_FOR = {
         "nemo_rl_ext.workers.vllm.Fp8VllmAsyncGenerationWorker"
     ),
     f"{_MEGATRON}.MegatronPolicyWorker": "nemo_rl_ext.workers.megatron.Fp8MegatronPolicyWorker",
+    f"{_DTENSOR}.DTensorPolicyWorker": "nemo_rl_ext.workers.dtensor.Fp8DTensorPolicyWorker",
 }
-"""Upstream's actor class -> ours. Those of DTensor and Automodel stay: they train in BF16."""
-_SYNCHRONOUS, _ASYNCHRONOUS, _TRAINER = STANDS_FOR
+"""Upstream's actor class -> ours. Automodel's stays: it trains in BF16."""
+_SYNCHRONOUS, _ASYNCHRONOUS, _MEGATRON_TRAINER, _DTENSOR_TRAINER = STANDS_FOR
 
 _POLICY = Upstream(
     "nemo_rl.models.policy.lm_policy",
@@ -61,6 +62,8 @@ _POLICY = Upstream(
 _GENERATION = Upstream(
     f"{_VLLM}.vllm_generation", "VllmGeneration.__init__", "self, cluster, config"
 )
+
+_BY_KEY = ("nemo_rl.models.policy", f"PolicyConfig.{WORKER_KEY}")
 
 UPSTREAM = (
     Upstream(
@@ -73,7 +76,7 @@ UPSTREAM = (
         _POLICY.module,
         "resolve_policy_worker_cls",
         "default_cls, config",
-        unless=("nemo_rl.models.policy", f"PolicyConfig.{WORKER_KEY}"),
+        unless=_BY_KEY,
     ),
     _POLICY,
     _GENERATION,
@@ -155,6 +158,24 @@ UPSTREAM = (
     Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.train", "self, data, *, loss_fn, eval_mode=..."),
     Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.train_microbatch", "self, data"),
     Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.finish_train_step"),
+    *(
+        # Where NeMo RL is newer, the keys of this trainer are refused (nemo_rl_ext.config.merge).
+        Upstream(_DTENSOR, f"DTensorPolicyWorkerImpl.{name}", taken, replaced, unless=_BY_KEY)
+        for name, taken, replaced in (
+            ("__init__", "self, config, *, tokenizer, weights_path=..., init_optimizer=...", False),
+            ("save_checkpoint", "self, *, weights_path", False),
+            (
+                "calibrate_qkv_fp8_scales",
+                "self, *, data, micro_batch_size=..., percentile=..., margin=..., include_q=...",
+                True,
+            ),
+            ("stream_weights_via_ipc_zmq", "self, *, buffer_size_bytes=..., kv_scales=...", False),
+            ("broadcast_weights_for_collective", "self, *, kv_scales=...", False),
+            ("prepare_refit_info", "self", True),
+            ("get_logprobs", "self, *, data, micro_batch_size=...", False),
+            ("train", "self, data, *, loss_fn, eval_mode=...", False),
+        )
+    ),
 )
 
 
@@ -220,8 +241,8 @@ def _refuse_another(extension: str | None, config: Any, place: str) -> None:
     if extension is None or is_our_worker(extension):
         return
     plan = RunPlan.of(config)
-    trains = plan is not None and plan.of_trainer is not None
-    section, kind = MEGATRON if trains else VLLM, "vLLM" if plan is None else "Megatron"
+    section = VLLM if plan is None or plan.of_trainer is None else plan.trainer
+    kind = "vLLM" if plan is None else "Megatron" if plan.megatron else "DTensor"
     raise UnsupportedError(
         f"{place.format(extension)} replaces the {kind} worker that '{section}.{BLOCK}' needs; "
         "leave it out, or remove the block."
@@ -234,8 +255,9 @@ def _replaced(config: Any) -> str:
     Args:
         config: section ``policy`` with a plan, or ``policy.generation``.
     """
-    if RunPlan.of(config) is not None:
-        return _TRAINER
+    plan = RunPlan.of(config)
+    if plan is not None:
+        return _MEGATRON_TRAINER if plan.megatron else _DTENSOR_TRAINER
     return _ASYNCHRONOUS if config["vllm_cfg"]["async_engine"] else _SYNCHRONOUS
 
 

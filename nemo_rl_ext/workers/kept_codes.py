@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from megatron_fp8rl.conversion import Conversion
-from megatron_fp8rl.layers.linear_modules import weights_of
 from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
@@ -89,18 +87,24 @@ class KeptCodes:
     has a collective operation.
 
     Args:
-        conversion: handle of the worker's model.
+        keeping: makes the context in which the worker's model keeps its codes.
+        weights: elements of the weights in FP8, of which this rank keeps codes.
+        experts: whether the model has experts.
         memory: what the device has.
     """
 
-    def __init__(self, conversion: Conversion, memory: DeviceMemory | None = None) -> None:
-        self._conversion = conversion
+    def __init__(
+        self,
+        keeping: Callable[[], AbstractContextManager[None]],
+        weights: int,
+        *,
+        experts: bool = False,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        self._keeping = keeping
         self._memory = memory or DeviceMemory()
-        modules: list[Any] = list(conversion.modules.values())
-        # Of the model, whose experts may all be pinned to BF16.
-        experts = any(module.config.num_moe_experts for module in modules)
         self._growth = GROWTH_WITH_EXPERTS if experts else GROWTH
-        self._weights = sum(w.numel() for module in modules for w in weights_of(module))
+        self._weights = weights
         self._seen: dict[str, _Seen] = {}
         self._peak = 0
 
@@ -121,7 +125,7 @@ class KeptCodes:
         keep = call in self._seen and self._fits(call, tokens, size)
         before, self._peak = self._memory.allocated(), 0
         self._memory.reset_peak()
-        with self._conversion.keeping_codes() if keep else nullcontext():
+        with self._keeping() if keep else nullcontext():
             result = run()
             self.note_peak()
         if self._memory.allocated() - before > LASTING * self._memory.total():

@@ -13,8 +13,8 @@ from nemo_rl_ext.names import LOGGER
 logger = logging.getLogger(LOGGER)
 
 NOT_SENT = 1.0
-"""What NeMo RL's Megatron worker sends for a KV scale that the driver does not have. Our trainers
-never give it for all K and V (:func:`nemo_rl_ext.workers.training.unlike_placeholders`)."""
+"""What a trainer in NeMo RL sends for a KV scale that the driver does not have. Ours never give it
+for all K and V (:func:`nemo_rl_ext.workers.training.unlike_placeholders`)."""
 
 
 def kv_codes_outdated(model: torch.nn.Module) -> bool:
@@ -39,9 +39,9 @@ def may_run(model: torch.nn.Module) -> bool:
 class StreamedRefit:
     """A refit session whose batches may come on different CUDA streams.
 
-    With an FP8 cache either all KV scales come or none. A DTensor trainer sends none, and a refit
-    before the driver's first calibration sends placeholders only. The old scales are removed then,
-    so that the engine refuses to run until it has calibrated itself
+    With an FP8 cache either all KV scales come or none. A DTensor trainer in BF16 sends none, and a
+    refit before the driver's first calibration sends placeholders only. The old scales are removed
+    then, so that the engine refuses to run until it has calibrated itself
     (:class:`nemo_rl_ext.workers.self_calibration.CalibratingLLM`).
 
     Args:

@@ -181,6 +181,26 @@ def test_rollouts_agree_with_the_trainer(run: Run) -> None:
     print(f"mismatch {errors}, reward {rewards}")  # noqa: T201 - said with -rP
 
 
+@pytest.mark.parametrize("gpus", [1, 2], ids=["one GPU", "two GPUs"])
+def test_a_dtensor_trainer_in_fp8_sends_its_kv_scales_with_every_refit(
+    gpus: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Nearer to the rollouts than the trainer in BF16, whose attention sees K and V of its own."""
+    both = {"++policy.dtensor_cfg.fp8rl": "${fp8rl}", "fp8rl.training": True}
+    done = drive(tmp_path_factory, gpus, STEPS, both)
+    assert set(re.findall(r"(\w*PolicyWorker\w*) pid=", done.log)) == {"Fp8DTensorPolicyWorker"}
+    assert "GEMM backends" in done.log
+    reports = re.findall(r"RefitReport\(parameters=\d+, kv_scales=(\d+),", done.log)
+    assert len(reports) == STEPS * gpus and set(reports) != {"0"} and len(set(reports)) == 1
+    assert "KV scales from a calibration forward" in done.log  # before the first rollouts
+    assert done.log.count("KV scales from the step's forwards") == STEPS * gpus
+    assert "KV scales calibrated" not in done.log, "vLLM's own"
+    curves = done.result["curves"]
+    assert all(1 < error < MISMATCH for error in curves["train/token_mult_prob_error"]), curves
+    assert len(curves["train/fp8rl/k_clipped_share"]) == STEPS
+    print(f"mismatch {curves['train/token_mult_prob_error']}")  # noqa: T201 - said with -rP
+
+
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "not packed"])
 def test_with_exact_every_logprob_of_every_step_is_the_rollouts(
     packed: bool, tmp_path_factory: pytest.TempPathFactory

@@ -17,7 +17,10 @@ CONFIG = f"{CONFIGS}/grpo-llama3.1-8b-instruct-2n8g-megatron-fp8-e2e.yaml"
 
 @pytest.mark.parametrize(
     "cases",
-    [f"{name}_cases.py" for name in ("nemo_rl", "driver", "doctor", "vllm", "worker", "replay")],
+    [
+        f"{name}_cases.py"
+        for name in ("nemo_rl", "driver", "doctor", "vllm", "worker", "replay", "dtensor")
+    ],
 )
 def test_on_the_real_modules(cases: str) -> None:
     options = ("-q", "-ra", "-p", "no:cacheprovider")

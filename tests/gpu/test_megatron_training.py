@@ -19,7 +19,7 @@ from megatron_fp8rl import convert
 from megatron_fp8rl.kv.observers import QKVObserver
 from megatron_fp8rl.layers.linear_modules import weights_of
 from megatron_fp8rl.testing.models import build_gpt
-from nemo_rl_ext.workers.kept_codes import KeptCodes
+from nemo_rl_ext.workers.training import kept_codes_of
 from support.megatron import Trainer, losses
 from support.numeric import relative_error
 
@@ -157,7 +157,7 @@ def test_a_call_that_keeps_codes_takes_what_was_counted_and_frees_it(kind):
     """What :class:`KeptCodes` decides by, on a device: two bytes of each weight in FP8."""
     run = Run(kind)
     weights = sum(w.numel() for m in run.conversion.modules.values() for w in weights_of(m))
-    kept_codes, held = KeptCodes(run.conversion), []
+    kept_codes, held = kept_codes_of(run.conversion), []
     with torch.no_grad():
         expected = _loss(run.ddp)
     for seed in range(3):

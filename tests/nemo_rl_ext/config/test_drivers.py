@@ -12,7 +12,15 @@ import pytest
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
-from nemo_rl_ext.config.drivers import DRIVERS, Driver, check_places, driver_of, find, meant
+from nemo_rl_ext.config.drivers import (
+    DRIVERS,
+    DTENSOR,
+    Driver,
+    check_places,
+    driver_of,
+    find,
+    meant,
+)
 from nemo_rl_ext.config.keys import READERS, Sections
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.plan import RunPlan
@@ -99,7 +107,8 @@ def test_a_block_is_read_or_refused_wherever_it_stands(driver: Driver) -> None:
         else:
             assert read_keys.model_dump()
             served.add(key)
-    assert served == {f"{section}.fp8rl" for section in driver.serves}
+    # The config has a Megatron trainer.
+    assert served == {f"{section}.fp8rl" for section in driver.serves if section != DTENSOR}
 
 
 @pytest.mark.parametrize("driver", ALL)
@@ -128,7 +137,7 @@ def test_what_is_nearly_our_key_is_refused_everywhere(driver: Driver, name: str)
 
 
 TRAINER, ROLLOUTS = "policy.megatron_cfg.fp8rl", "policy.generation.vllm_cfg.fp8rl"
-DTENSOR = {"policy.megatron_cfg.enabled": False}
+BY_DTENSOR = {"policy.megatron_cfg.enabled": False}
 HIGH = {"importance_sampling": {"high": 3.0}}
 TO_FP8 = {"training": True, "kv_cache": {"dtype": "auto"}}
 NOT_BY_DTENSOR = "'policy.megatron_cfg.enabled' true"
@@ -153,6 +162,8 @@ NOT_BY_DTENSOR = "'policy.megatron_cfg.enabled' true"
             "'teachers[1].megatron_cfg.fp8rl' has no effect",
         ),
         ("ppo", {"value.megatron_cfg.fp8rl": {}}, "the value model stays in BF16; move it to"),
+        ("grpo", {f"{DTENSOR}.fp8rl": {}}, "is true; move it to 'policy.megatron_cfg.fp8rl', or"),
+        ("ppo", {f"{DTENSOR}.fp8rl": {}}, "'policy.dtensor_cfg.fp8rl' has no effect in run_ppo.py"),
         ("grpo", {"policy.draft.fp8rl": {}}, "'policy.draft.fp8rl' has no effect"),
         ("eval", {"fp8rl": {}}, "is set, but no section uses it; run_eval.py serves none"),
         ("grpo", {"loss_fn.fp8rl_guard": {}}, "fp8rl_guard' is set, but no section uses it"),
@@ -172,11 +183,15 @@ NOT_BY_DTENSOR = "'policy.megatron_cfg.enabled' true"
         ("grpo", {"loss_fn.fp8rl": {"pins": {"first": 1}}}, "pins' has no effect"),
         ("distillation", {ROLLOUTS: HIGH}, "no effect: run_distillation.py has no use for it"),
         *(
-            (name, {TRAINER: {}, **DTENSOR}, NOT_BY_DTENSOR)
+            (name, {TRAINER: {}, **BY_DTENSOR}, NOT_BY_DTENSOR)
             for name in ("sft", "dpo", "distillation", "grpo")
         ),
         *(
-            (name, {TRAINER: TO_FP8, ROLLOUTS: TO_FP8, **DTENSOR}, "training' has no effect: DTen")
+            (
+                name,
+                {TRAINER: TO_FP8, ROLLOUTS: TO_FP8, **BY_DTENSOR},
+                "training' has no effect: D",
+            )
             for name in ("distillation", "grpo")
         ),
     ],

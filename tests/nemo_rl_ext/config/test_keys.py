@@ -14,12 +14,15 @@ import yaml
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
+from fp8rl.models.spec import ModelSpec
 from nemo_rl_ext.config.checks import KV_BACKENDS, MOE_BACKENDS
 from nemo_rl_ext.config.drivers import DRIVERS
 from nemo_rl_ext.config.keys import Sections
 from nemo_rl_ext.config.merge import read
+from nemo_rl_ext.config.model_pins import check_model
 from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.config.upstream import announce_kv_scales, prepare
+from support.hf import hf_config
 from support.nemo_rl import MasterConfig, Section, put
 
 GRPO = DRIVERS["grpo"]
@@ -553,6 +556,57 @@ def test_a_trainer_attends_over_the_rollouts_cache_where_it_can_and_says_where_n
     assert len(keys.notes) == len(notes), keys.notes
     for said, expected in zip(keys.notes, notes, strict=True):
         assert re.search(expected, said)
+
+
+BY_DTENSOR = "megatron.enabled=false policy.dtensor_cfg.fp8rl={} policy.dtensor_cfg._v2=false "
+
+
+@pytest.mark.parametrize("megatron", ["", "~megatron.fp8rl "])
+def test_a_dtensor_trainer_with_the_block_does_all_that_megatrons_does(megatron: str) -> None:
+    plan = read(Sections(config({}, BY_DTENSOR + megatron), GRPO))
+    assert plan is not None and plan.recipe == plan.of_trainer == Recipe()
+    assert (plan.kv_scales, plan.rounded_as, plan.replaces_trainer) == ("trainer", "fp8_e4m3", True)
+    assert not plan.notes
+    assert RunPlan.model_validate(plan.to_dict()) == plan
+    run = MasterConfig(**config({}, BY_DTENSOR + megatron))
+    assert prepare(run, GRPO, lambda key: None) is not None
+    assert run.policy["dtensor_cfg"]["fp8rl"] == plan.recipe.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("policy.dtensor_cfg._v2=true", "'policy.dtensor_cfg._v2' is true.* set it to false"),
+        ("policy.dtensor_cfg.tensor_parallel_size=2", "'.*tensor_parallel_size' is 2.* FSDP2"),
+        ("policy.dtensor_cfg.context_parallel_size=4", "'.*context_parallel_size' is 4.* FSDP2"),
+        ("policy.dtensor_cfg.lora_cfg.enabled=true", "'.*lora_cfg.enabled' is true"),
+        ("policy.precision=float32", "'policy.precision' is 'float32'.* bfloat16"),
+        ("policy.automodel_cfg={}", "'policy.automodel_cfg' is a section of a newer NeMo RL"),
+        ("grpo.async_grpo.enabled=true", "'grpo.async_grpo.enabled' is true.* synchronous"),
+        ("vllm.async_engine=true", "'policy.generation.vllm_cfg.async_engine' is true"),
+        ("data_plane.enabled=true", "'data_plane.enabled' is true.* synchronous"),
+        ("policy.quant_cfg=X", "selects a DTensor worker of another number format in place"),
+        ("policy.worker_extension_cls_fqn=a.B", "'policy.dtensor_cfg.fp8rl' needs; remove it"),
+        ("generation.backend=sglang", "needs 'policy.generation.backend' vllm"),
+    ],
+)
+def test_what_a_dtensor_trainer_does_not_serve_is_refused_by_its_key(
+    overrides: str, message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        read(Sections(config({}, BY_DTENSOR + overrides), GRPO))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_dtensor_trainer_serves_dense_models(kind: str) -> None:
+    plan = read(Sections(config({}, BY_DTENSOR), GRPO))
+    assert plan is not None
+    model = ModelSpec.of(hf_config(kind))
+    if kind == "llama":
+        assert check_model(plan, {}, model)[0].replaces_trainer
+        return
+    with pytest.raises(UnsupportedError, match=f"'policy.dtensor_cfg.fp8rl' serves.*'{kind}'"):
+        check_model(plan, {}, model)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What ``pip install --target --no-deps`` makes of fp8rl."""
     folder = tmp_path_factory.mktemp("target")
-    for package in ("plugins/fp8rl", "vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext"):
+    for package in ("plugins/fp8rl", "vllm_fp8rl", "megatron_fp8rl", "torch_fp8rl", "nemo_rl_ext"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, folder / Path(package).name, ignore=ignore)
     info = folder / "fp8rl-0.1.0.dist-info"

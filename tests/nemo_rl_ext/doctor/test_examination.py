@@ -197,6 +197,15 @@ def test_a_dtensor_trainer_and_gpus_of_its_own(look: Any) -> None:
         "workers do not round K and V.",
     ]
     assert not [title for title in titles(found) if "in training" in title]
+    value["policy"]["dtensor_cfg"] = {"fp8rl": {"kv_cache": {"dtype": "fp8_e4m3"}}, "_v2": False}
+    found = look(value)
+    assert found.problems == ()
+    assert found.facts["training"] == (
+        "FP8 linear layers; DTensor on 6 GPUs; attends over K and V as the FP8 cache holds them"
+    )
+    assert found.facts["KV scales"].startswith("from the trainer's own forwards")
+    value["policy"]["dtensor_cfg"]["_v2"] = True
+    assert "'policy.dtensor_cfg._v2' is true" in look(value).problems[0]
 
 
 def test_drivers_that_generate_nothing_or_serve_nothing(look: Any) -> None:

@@ -119,7 +119,7 @@ def by_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_where_the_config_has_the_key_it_names_our_classes(by_key: Any, asynchronous: bool) -> None:
-    synchronous, engine, trainer = STANDS_FOR.values()
+    synchronous, engine, trainer, _ = STANDS_FOR.values()
     given = config(trainer=True, rollouts=True)
     by_key.Policy(None, given, None)
     by_key.Policy(None, given, None)  # such as a second one of a run

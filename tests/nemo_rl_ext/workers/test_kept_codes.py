@@ -12,7 +12,8 @@ pytest.importorskip("megatron.core")
 from fp8rl.training.weight_codes import WeightEpoch
 from megatron_fp8rl.conversion import Conversion
 from megatron_fp8rl.testing.models import build_gpt
-from nemo_rl_ext.workers.kept_codes import DeviceMemory, KeptCodes
+from nemo_rl_ext.workers.kept_codes import DeviceMemory
+from nemo_rl_ext.workers.training import kept_codes_of
 from support.megatron import convert_alone, dense, moe, one_process, pinned
 
 CODES = 2 * ((128 + 2 * 128) * 128 + 128 * 128 + 2 * 256 * 128 + 128 * 256)
@@ -66,7 +67,7 @@ class Caller:
 
     def __init__(self, conversion: Conversion, size: int = SIZE) -> None:
         self.device = Device(size)
-        self.kept_codes = KeptCodes(conversion, self.device)
+        self.kept_codes = kept_codes_of(conversion, self.device)
         modules: list[Any] = list(conversion.modules.values())
         (self.epoch,) = {module.fp8_setup.epoch for module in modules}
         self.device.epoch = self.epoch
