@@ -423,7 +423,9 @@ def test_recipe_example_is_valid_and_not_the_default():
 def test_nemo_rl_keys_are_read_where_they_stand(page):
     from nemo_rl_ext.config.guard import GuardConfig
 
-    (text,) = [text for text in fenced("yaml", PAGES[page]) if "policy:" in text]
+    text, *others = [text for text in fenced("yaml", PAGES[page]) if "policy:" in text]
+    for other in others:
+        assert yaml.safe_load(other)["policy"]["dtensor_cfg"] == {"_v2": False, "fp8rl": "${fp8rl}"}
     config = yaml.safe_load(text)
     assert Recipe.from_dict(config["fp8rl"]) != Recipe()
     places = (
