@@ -7,10 +7,10 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fp8rl.errors import UnsupportedError
+from fp8rl.plugins.adapters import version_of
 
 SUPPORTED_VERSIONS = ("0.16.1", "0.16.0", "0.19.2", "0.20.0")
 """Releases, and the commit that Megatron-Bridge and NeMo RL pin (Megatron-LM 2a75ac1, 0.20.0).
@@ -43,10 +43,7 @@ _NEUTRAL = {"async_grad_allreduce": None, "gtp_remat_size": 1, "output_dtype": N
 
 def installed_version() -> str | None:
     """Return the version of megatron-core on this machine, or None."""
-    try:
-        return version("megatron-core")
-    except PackageNotFoundError:
-        return None
+    return version_of("megatron-core")
 
 
 def lacks_triton(release: str) -> bool:

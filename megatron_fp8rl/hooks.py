@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from fp8rl import PluginManager, hookimpl
-from fp8rl.plugins.adapters import Compared, Diagnosis, EngineAdapter, ExactRequest
+from fp8rl.plugins.adapters import Compared, Diagnosis, EngineAdapter, ExactRequest, version_of
 from megatron_fp8rl.compat import SUPPORTED_VERSIONS, installed_version, lacks_triton
 
 
@@ -28,7 +26,7 @@ def diagnose() -> Diagnosis:
 
     from fp8rl.gemm.table import survey
 
-    found, transformer_engine = installed_version(), _version("transformer-engine")
+    found, transformer_engine = installed_version(), version_of("transformer-engine")
     problems = []
     if found is None:
         problems.append(
@@ -51,7 +49,7 @@ def diagnose() -> Diagnosis:
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "transformer-engine": transformer_engine or "not installed (not needed)",
-        "megatron-bridge": _version("megatron-bridge") or "not installed (not needed)",
+        "megatron-bridge": version_of("megatron-bridge") or "not installed (not needed)",
         "FP8 linears": f"local layers, {'' if transformer_engine else 'not '}TransformerEngine's; "
         "dense, experts, multi-token prediction",
         "doors": "convert(model, recipe); "
@@ -60,10 +58,3 @@ def diagnose() -> Diagnosis:
         **survey(PluginManager(strict=False).gemm_backends()),
     }
     return Diagnosis(found, SUPPORTED_VERSIONS, facts, tuple(problems))
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

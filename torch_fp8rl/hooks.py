@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from fp8rl import PluginManager, hookimpl
-from fp8rl.plugins.adapters import Diagnosis, EngineAdapter
+from fp8rl.plugins.adapters import Diagnosis, EngineAdapter, version_of
 
 TESTED = ("2.13.0",)
 """Releases of torch that ran the tests of this package."""
@@ -25,7 +23,7 @@ def diagnose() -> Diagnosis:
     from fp8rl.gemm.table import survey
     from torch_fp8rl.modules import SERVED
 
-    found, transformers = torch.__version__, _version("transformers")
+    found, transformers = torch.__version__, version_of("transformers")
     problems = []
     if not torch.distributed.is_available():
         problems.append("This torch has no torch.distributed; install a build that has.")
@@ -37,10 +35,3 @@ def diagnose() -> Diagnosis:
         **survey(PluginManager(strict=False).gemm_backends()),
     }
     return Diagnosis(found, TESTED, facts, tuple(problems))
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

@@ -7,10 +7,9 @@ import os
 import platform
 import re
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from fp8rl.plugins.adapters import Diagnosis, EngineAdapter, ExactRequest
+from fp8rl.plugins.adapters import Diagnosis, EngineAdapter, ExactRequest, version_of
 from fp8rl.plugins.hookspecs import hookimpl
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import (
@@ -66,7 +65,7 @@ def _diagnose() -> Diagnosis:
     cpu = built_for_cpus()
     tested = TESTED if cpu else GPU_TESTED
     problems: list[str] = []
-    facts = {"torch": _version("torch"), "triton": _version("triton")}
+    facts = {each: version_of(each) or "not installed" for each in ("torch", "triton")}
     facts |= _cpu_facts() if cpu else _gpu_facts(release, problems)
     if not supported(release):
         problems.append(f"vLLM {release} is too old for quantization='fp8rl'; {remedy()}.")
@@ -135,19 +134,10 @@ def _cpu_facts() -> dict[str, str]:
     return facts
 
 
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def _deep_gemm_version() -> str:
     """Return the version of vLLM's DeepGEMM without importing it, which would load all of vLLM."""
-    try:
-        return version("deep_gemm")
-    except PackageNotFoundError:
-        pass
+    if installed := version_of("deep_gemm"):
+        return installed
     vllm = importlib.util.find_spec("vllm")
     folders = vllm.submodule_search_locations if vllm is not None else None
     for folder in folders or ():

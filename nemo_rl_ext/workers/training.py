@@ -328,23 +328,15 @@ class Fp8Training(Fp8Trainer):
 
         return int(parallel_state.get_data_parallel_world_size())
 
-    def calibrate_qkv_fp8_scales(
-        self,
-        *,
-        data: Any,
-        micro_batch_size: int | None = None,
-        include_q: bool = False,
-        **options: Any,
-    ) -> dict[str, Any]:
+    def calibrate_qkv_fp8_scales(self, **options: Any) -> dict[str, Any]:
         """As :meth:`Fp8Trainer.calibrate_qkv_fp8_scales`; where only the rollouts run by a recipe,
         upstream's own scales, rounded up to powers of two."""
-        given = {"data": data, "micro_batch_size": micro_batch_size, "include_q": include_q}
         if self._plan.of_trainer is not None:
-            return super().calibrate_qkv_fp8_scales(**given, **options)
+            return super().calibrate_qkv_fp8_scales(**options)
         upstream = super(Fp8Trainer, self).calibrate_qkv_fp8_scales  # type: ignore[misc]
         cache = self._kv_cache
         with cache.switched_off() if cache is not None else nullcontext():
-            found: dict[str, Any] = upstream(**given, **options)
+            found: dict[str, Any] = upstream(**options)
         if self._plan.kv_scales != "trainer":
             return found
         return {**found, "layers": unlike_placeholders(power_of_two_scales(found["layers"]))}

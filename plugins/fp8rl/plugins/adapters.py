@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fp8rl.errors import PluginError
@@ -116,3 +117,11 @@ class EngineAdapter:
                 f"The adapter of engine '{self.name}' has examine and examine_config, but "
                 f"'fp8rl doctor {self.name}' takes a model or a config; leave one out."
             )
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None, without importing it."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
