@@ -1,0 +1,56 @@
+"""Draw the curves of several seeds' runs of ``nemo_rl.py`` as one SVG.
+
+    python benchmarks/curves.py benchmarks/results/reasoning_h200.json docs/assets/accuracy.svg
+
+Of each variant it draws the mean of its seeds' reward, each a running mean of 15 steps, as far as
+all of its seeds go; a band spans them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+WINDOW = 15
+LOOK = {
+    "bf16": ("BF16", "black"),
+    "fp8rl-exact-int8kv": ("FP8, INT8 cache, exact", "tab:green"),
+    "fp8rl-bf16kv": ("FP8, BF16 cache", "tab:blue"),
+    "fp8rl-rollout": ("FP8 in rollouts alone", "tab:purple"),
+    "fp8rl": ("FP8, FP8 cache", "tab:red"),
+}
+"""Variants with two seeds or more, apart enough to be told apart."""
+
+
+def running(rewards: list[float]) -> list[float]:
+    """Return the mean of each step and the 14 before it."""
+    return [statistics.fmean(rewards[i - WINDOW : i]) for i in range(WINDOW, len(rewards) + 1)]
+
+
+def main() -> None:
+    source, target = map(Path, sys.argv[1:])
+    seeds = defaultdict(list)
+    for name, run in json.loads(source.read_text(encoding="utf-8"))["runs"].items():
+        seeds[name.split(":")[0]].append(running(run["curves"]["train/reward"]))
+    plt.rcParams["svg.hashsalt"] = "fp8rl"  # equal data make an equal file
+    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    for variant, (label, color) in LOOK.items():
+        columns = list(zip(*seeds[variant], strict=False))
+        steps = range(WINDOW, WINDOW + len(columns))
+        means = [statistics.fmean(column) for column in columns]
+        axes.plot(steps, means, color=color, label=f"{label} ({len(seeds[variant])} seeds)")
+        lows, highs = [min(c) for c in columns], [max(c) for c in columns]
+        axes.fill_between(steps, lows, highs, color=color, alpha=0.12, linewidth=0)
+    axes.set(xlabel="step", ylabel="reward, running mean")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(target, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
