@@ -10,6 +10,10 @@ own, so no path may lie there. With the first process of such a namespace all
 others end, and with this program all runs, unless it is ended by SIGKILL. Runs start ``--apart``
 seconds one after the other. What a run prints is in ``OUT/VARIANT-SEED.json``, what it logs in
 ``OUT/VARIANT-SEED.log``, and the driver's files in ``OUT/VARIANT-SEED/``.
+
+Where runs share a GPU, start CUDA MPS before them (``nvidia-cuda-mps-control -d``) with
+``CUDA_MPS_PIPE_DIRECTORY`` set to a folder for both: of seven processes on an H200 each then
+replays 1,650 graphs of 90 small kernels a second, and 403 in time slices.
 """
 
 from __future__ import annotations
