@@ -201,7 +201,7 @@ class BatchCorrection:
         if far:
             reasons.append(
                 "capped_prob_error was above loss_fn.fp8rl_guard.skip_above="
-                f"{guard.config.skip_above} in {far}"
+                f"{guard.bound(guard.config.skip_above):g} in {far}"
             )
         if emptied:
             reasons.append(f"rejection left no token with a weight in {emptied}")

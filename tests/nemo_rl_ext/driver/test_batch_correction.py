@@ -341,6 +341,27 @@ def test_one_token_far_off_leaves_the_guard_normal_unless_it_is_impossible(
     assert guard.level == level and metrics["fp8rl/step_skipped"] == (level == "skip")
 
 
+@pytest.mark.parametrize(
+    ("start", "times", "then", "level"),
+    [
+        (1.04, 3.0, 1.115, "normal"),  # healthy runs stay within 1.3 times their start's distance
+        (1.04, 3.0, 1.13, "tight"),
+        (1.04, 3.0, 1.45, "skip"),
+        (1.04, None, 1.25, "normal"),
+        (1.004, 3.0, 1.019, "normal"),  # rollouts in BF16
+        (1.2, 3.0, 1.31, "tight"),  # never above the configured bound
+    ],
+)
+def test_the_first_ten_steps_lower_the_bounds(
+    start: float, times: float | None, then: float, level: str
+) -> None:
+    guard = MismatchGuard(GuardConfig(times_start=times))
+    assert {guard.observe(start) for _ in range(10)} == {"normal"}
+    assert guard.asks(then) == level
+    early = MismatchGuard(GuardConfig(times_start=times))
+    assert early.asks(1.29) == "normal"
+
+
 def test_the_guards_settings_are_checked() -> None:
     with pytest.raises(RecipeError, match=r"'loss_fn\.fp8rl_guard\.skip'"):
         GuardConfig.from_dict({"skip": 2}, where="loss_fn.fp8rl_guard")
