@@ -39,8 +39,7 @@ from fp8rl.numerics import BLOCK, Quantized, whole_groups
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import PACKING_CAPABILITIES, unsupported_reason
 from vllm_fp8rl.kernels.fusion import deep_gemm_op as deep_gemm_op  # registers fp8rl::deep_gemm
-from vllm_fp8rl.warmup import KernelWarmup
-from vllm_fp8rl.warmup.kernel_warmup import NO_NVCC, find_nvcc
+from vllm_fp8rl.warmup import NO_NVCC, KernelWarmup, find_nvcc
 
 logger = init_logger("vllm.fp8rl")
 

@@ -47,8 +47,7 @@ from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import known_options, one_class
 from vllm_fp8rl.kernels.linear.block_gemm import require_served_gpu
 from vllm_fp8rl.kernels.moe.settings import ACTIVATION_SCALES_ENV
-from vllm_fp8rl.warmup import KernelWarmup
-from vllm_fp8rl.warmup.kernel_warmup import NO_NVCC, find_nvcc
+from vllm_fp8rl.warmup import NO_NVCC, KernelWarmup, find_nvcc
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
