@@ -31,8 +31,7 @@ class TritonBackend:
     def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
         return _product(x, w, dtype, None, blocks=True)
 
-    def dgrad(self, grad: Quantized, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        return _product(grad, w_t, dtype, None, blocks=True)
+    dgrad = fprop
 
     def wgrad(
         self,

@@ -104,7 +104,6 @@ def _amax_kernel(
 
 
 def amax_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """See :func:`fp8rl.numerics.amax_into`."""
     if len(tensors) == _TENSORS:  # the usual case, without the cost of slicing on the host
         _launch_few(out, tensors)
         return

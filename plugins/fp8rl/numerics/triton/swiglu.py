@@ -359,7 +359,6 @@ def _ends_within_a_group(h: torch.Tensor) -> bool:
 def quantize_swiglu(
     h: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
-    """See :func:`fp8rl.numerics.quantize_swiglu`."""
     rows, cols = h.shape[0], h.shape[1] // 2
     if _ends_within_a_group(h):
         return quantize_operand(silu_and_mul(h), scale_format, rowwise, columnwise)
@@ -376,7 +375,6 @@ def quantize_swiglu_grad(
     rowwise: bool,
     columnwise: bool,
 ) -> Operand:
-    """See :func:`fp8rl.numerics.quantize_swiglu_grad`."""
     rows, cols = grad.shape
     if _ends_within_a_group(h):
         return quantize_operand(_silu_and_mul_grad(grad, h), scale_format, rowwise, columnwise)
