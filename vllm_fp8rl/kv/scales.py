@@ -163,11 +163,7 @@ def require_layers(model: torch.nn.Module, places: Iterable[Place]) -> None:
 
 
 def checked_scale(name: str, scale: torch.Tensor | float) -> float:
-    """Return a scale rounded to float32, as engines keep it: 1e-50 counts as 0.
-
-    Raises:
-        ScaleError: not the name of a KV scale, or see :func:`fp8rl.kv_scales.check_scale`.
-    """
+    """Return a scale, checked and rounded to float32, as engines keep it: 1e-50 counts as 0."""
     if not isinstance(name, str) or parse_scale_name(name) is None:
         raise ScaleError(f"{name!r} is no name of a KV scale; use such as '{scale_name(0, 'k')}'.")
     if not isinstance(scale, (Real, torch.Tensor)) or isinstance(scale, bool):

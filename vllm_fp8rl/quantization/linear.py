@@ -205,11 +205,7 @@ def dummy_weights(device: torch.device) -> Callable[[tuple[int, int]], torch.Ten
 
 
 def live_data(layer: weakref.ref[torch.nn.Module], name: str) -> torch.Tensor:
-    """Return the data of a layer's parameter, wherever it is now.
-
-    Raises:
-        RefitError: the layer no longer exists.
-    """
+    """Return the data of a layer's parameter, wherever it is now."""
     module = layer()
     if module is None:
         raise RefitError("A weight was loaded into a layer that no longer exists; restart.")
@@ -308,12 +304,7 @@ class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
 
 
 def few_words(x: torch.Tensor, weight: torch.Tensor, words: int) -> torch.Tensor:
-    """Multiply as the trainer does, without the rows that pad a vocabulary.
-
-    Args:
-        x: ``[rows, K]``.
-        weight: ``[padded words, K]``.
-        words: of the model.
+    """Multiply ``x`` ``[rows, K]`` as the trainer does, without the rows that pad a vocabulary.
 
     Returns:
         ``[rows, padded words]``, with zeros behind the words.

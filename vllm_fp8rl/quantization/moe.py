@@ -92,9 +92,6 @@ class _ExpertsMethod(FusedMoEMethodBase):
 
     def discard(self, layer: RoutedExperts) -> None:
         """Put back what no refit brings, after a sleep has discarded the weights."""
-        self._clear_padding(layer)
-
-    def _clear_padding(self, layer: RoutedExperts) -> None:
         self.grids.layout.clear_padding(layer.w13_weight.data, layer.w2_weight.data)
 
     def apply(
@@ -194,8 +191,8 @@ class Fp8RLMoEMethod(_ExpertsMethod):
             CheckpointError: the checkpoint left out a part of this layer.
         """
         self.state.built()
-        # vLLM's dummy loader writes there too.
-        self._clear_padding(layer)
+        # vLLM's dummy loader writes into the padding too.
+        self.grids.layout.clear_padding(layer.w13_weight.data, layer.w2_weight.data)
         if self.grids.complete:
             return
         if not self.state.dummy:
@@ -204,7 +201,6 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         self.grids.fill_missing(dummy_weights(layer.w13_weight.device))
 
     def discard(self, layer: RoutedExperts) -> None:
-        """Put back what no refit brings, after a sleep has discarded the weights."""
         super().discard(layer)
         self.grids.forget_unpaired()
 

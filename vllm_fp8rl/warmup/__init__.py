@@ -79,12 +79,8 @@ class KernelWarmup:
 
     Compiling starts with the first weight, while the engine loads weights, runs torch.compile and
     captures graphs. Nothing waits for it: if the engine calls a kernel too early, DeepGEMM compiles
-    it as usual. A failure is logged as a warning and never stops the engine.
-
-    Args:
-        rows: largest number of rows that a linear layer multiplies at once.
-        find_toolchain: describes DeepGEMM or returns None to compile nothing ahead; called once, at
-            the first weight.
+    it as usual. A failure is logged as a warning and never stops the engine. A linear layer
+    multiplies ``rows`` at once at most.
     """
 
     def __init__(
@@ -98,14 +94,7 @@ class KernelWarmup:
         self.watcher: threading.Thread | None = None
 
     def add(self, n: int, k: int, rows: int | None = None, experts: int = 0) -> None:
-        """Take the FP8 weight of a linear layer, ``[n, k]``, or of experts, ``[experts, n, k]``.
-
-        Args:
-            n: output features.
-            k: input features.
-            rows: largest number of rows that are multiplied at once; that of the engine by default.
-            experts: number of experts; 0 for a linear layer.
-        """
+        """Take the weight of a linear layer, ``[n, k]``, or of experts, ``[experts, n, k]``."""
         shape = Shape(n, k, self.rows if rows is None else rows, experts)
         if shape in self._shapes:
             return
@@ -144,27 +133,22 @@ class KernelWarmup:
         self.watcher.start()
 
     def _send(self, line: Toolchain | Shape) -> None:
-        # Closed if this layer was built after its model was loaded.
-        if self._process is not None and (stream := self._process.stdin) is not None:
+        assert self._process is not None
+        if self._process.stdin is not None:  # else this layer was built after its model was loaded
             with suppress(BrokenPipeError):  # it has died, which the watcher reports
-                stream.write(json.dumps(line) + "\n")
-                stream.flush()
+                print(json.dumps(line), file=self._process.stdin, flush=True)
 
     def _watch(self, process: subprocess.Popen[str]) -> None:
         began = time.perf_counter()
         assert process.stdout is not None
         with process.stdout as stream:
             output = stream.read().strip()
-        code = process.wait()
-        if code:
-            _warn(output[-500:] or f"exit code {code}")
+        if process.wait():
+            _warn(output[-500:] or f"exit code {process.returncode}")
             return
-        logger.info(
-            "fp8rl: %s DeepGEMM kernels for %d weight shapes compiled ahead in %.1f s",
-            output.rpartition("\n")[2],
-            len(self._shapes),
-            time.perf_counter() - began,
-        )
+        text = "fp8rl: %s DeepGEMM kernels for %d weight shapes compiled ahead in %.1f s"
+        seconds, count = time.perf_counter() - began, output.rpartition("\n")[2]
+        logger.info(text, count, len(self._shapes), seconds)
 
 
 def _child_environment() -> dict[str, str]:

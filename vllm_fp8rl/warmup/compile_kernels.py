@@ -40,25 +40,22 @@ _ARGUMENTS = "kernel.cubin.arguments"
 
 
 class Shape(NamedTuple):
-    """The FP8 weight of one layer: ``[n, k]``, or ``[experts, n, k]``."""
+    """The FP8 weight of one layer, ``[n, k]`` or ``[experts, n, k]``, for at most so many rows."""
 
     n: int
     k: int
     rows: int
-    """Largest number of rows that are multiplied at once."""
     experts: int = 0
 
 
 class Toolchain(NamedTuple):
-    """What all shapes of one engine on one rank share."""
+    """Folder of compiled kernels (``DG_JIT_CACHE_DIR``), folder of the package ``deep_gemm``,
+    compiler, and a ``key`` of all else that kernels depend on."""
 
     cache: str
-    """``DG_JIT_CACHE_DIR``, the folder in which DeepGEMM keeps compiled kernels."""
     package: str
-    """Folder of the ``deep_gemm`` package."""
     nvcc: str
     key: str
-    """Everything else that kernels depend on."""
 
     def record(self, shape: Shape) -> Path:
         """Return the file that names a shape's kernels once they have been listed."""
@@ -98,10 +95,7 @@ def compile_shapes(toolchain: Toolchain, shapes: Iterable[Shape]) -> int:
             listed |= {kernel.name for kernel in kernels}
             compiled += [pool.submit(compile_kernel, toolchain, kernel) for kernel in kernels]
             # It may be there before its kernels: whoever reads it looks for them.
-            record = toolchain.record(shape)
-            partial = record.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps([kernel.name for kernel in kernels]))
-            partial.rename(record)
+            toolchain.record(shape).write_text(json.dumps([kernel.name for kernel in kernels]))
         return sum(kernel.result() for kernel in compiled)
 
 
@@ -132,18 +126,16 @@ def list_kernels(deep_gemm: Any, shape: Shape) -> Exception | None:
     n, k, _, experts = shape
     ahead, f8, error = (experts,) if experts else (), torch.float8_e4m3fn, None
     weight = _tensor(f8, *ahead, n, k), _tensor(torch.float32, *ahead, -(-n // 128), -(-k // 128))
+    name = "m_grouped_fp8_gemm_nt_contiguous" if experts else "fp8_gemm_nt"
+    multiply = getattr(deep_gemm, name)
     with _gpu_context():
         for rows in rows_to_try(shape):
             # The scales are column-major, padded to vectors of 16 bytes.
             scales = _tensor(torch.float32, rows, -(-k // 128), stride=(1, -(-rows // 4) * 4))
             operands = (_tensor(f8, rows, k), scales), weight, _tensor(torch.bfloat16, rows, n)
+            of_rows = (_tensor(torch.int32, rows),) if experts else ()
             try:
-                if experts:
-                    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
-                        *operands, _tensor(torch.int32, rows), disable_ue8m0_cast=True
-                    )
-                else:
-                    deep_gemm.fp8_gemm_nt(*operands, disable_ue8m0_cast=True)
+                multiply(*operands, *of_rows, disable_ue8m0_cast=True)
             except RuntimeError as refusal:  # the fake file cannot be loaded, or an assertion
                 error = refusal
     return error
@@ -167,8 +159,9 @@ def _tensor(dtype: Any, *shape: int, stride: tuple[int, ...] | None = None) -> A
     import torch
 
     meta = torch.empty(shape, dtype=dtype, device="meta")
-    if stride is not None:
-        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    meta = (
+        meta if stride is None else torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    )
     if torch.version.cuda is None:
         return torch.empty_like(meta, device="cpu")
     gpu = torch.device("cuda", 0)

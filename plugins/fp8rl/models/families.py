@@ -120,14 +120,10 @@ def _attention(
     norms_when: str = "",
     queries: str = "q",
 ) -> Block:
-    """Attention with grouped queries.
+    """Return attention with grouped queries.
 
-    Args:
-        qkv_bias: key of the config that gives q, k and v a bias.
-        o_bias: the same for the output projection.
-        norms: widths of the norms of queries and keys; None: there are none.
-        norms_when: key of the config without which these norms are missing.
-        queries: width of ``q_proj``.
+    ``qkv_bias`` and ``o_bias`` are keys of the config; ``norms`` are the widths of the norms of
+    queries and keys, which are missing without the key ``norms_when``; ``queries`` is a width.
     """
     q, k = norms or ("", "")
     modules = [
@@ -149,11 +145,7 @@ LATENT_ATTENTION = Block(
     modules=(
         Module("self_attn.q_proj", "qkv_proj", ("mla_q", "hidden"), when="!q_lora_rank"),
         Module(
-            "self_attn.q_a_proj",
-            "a_proj",
-            ("q_lora", "hidden"),
-            "attention_bias",
-            when="q_lora_rank",
+            "self_attn.q_a_proj", "a_proj", ("q_lora", "hidden"), "attention_bias", "q_lora_rank"
         ),
         Module("self_attn.q_a_layernorm", "norm", ("q_lora",), when="q_lora_rank"),
         Module("self_attn.q_b_proj", "b_proj", ("mla_q", "q_lora"), when="q_lora_rank"),
@@ -372,14 +364,7 @@ WIDTH_KEYS: dict[str, tuple[str, ...]] = {
 def mlp_modules(
     block: str, leaves: tuple[str, ...], width: str, bias: str = ""
 ) -> Iterator[Module]:
-    """Yield the linears of an MLP.
-
-    Args:
-        block: name of the MLP within the layer.
-        leaves: names of its linears, the last one down.
-        width: name of its intermediate size.
-        bias: as :attr:`Module.bias`.
-    """
+    """Yield the linears of an MLP, named ``leaves``, the last one down, ``width`` wide within."""
     kind: ModuleKind
     for leaf in leaves:
         down = leaf == leaves[-1]

@@ -100,11 +100,7 @@ class DelegatedKernel:
 
 
 def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedKernel:
-    """Return the fastest of vLLM's kernels that serves a layer, or the one of ``linear_backend``.
-
-    Raises:
-        UnsupportedError: the GPU, the backend or the shape is not served.
-    """
+    """Return the fastest of vLLM's kernels for a layer, or the one of ``linear_backend``."""
     require_served_gpu(recipe)
     config = layer_config(shape, dtype)
     backend, reasons = _choose(shape, config)

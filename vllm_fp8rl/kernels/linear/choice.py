@@ -81,11 +81,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 def select_kernel(
     device: torch.device, shape: GemmShape, recipe: Recipe, dtype: torch.dtype
 ) -> CpuKernel | DelegatedKernel:
-    """Return the kernel of one layer on one rank.
-
-    Raises:
-        UnsupportedError: no kernel serves the device or the shape; the message says why.
-    """
+    """Return the kernel of one layer on one rank, or raise UnsupportedError with the reasons."""
     if shape.in_features < 1 or shape.out_features < 1:
         raise UnsupportedError(
             f"An FP8 weight of shape [{shape.out_features}, {shape.in_features}] is empty; lower "

@@ -131,9 +131,7 @@ class Inventory:
     def of(cls, model: torch.nn.Module, names: Sequence[str] = ()) -> Inventory:
         """Return the model's inventory, made again for another model or a replaced parameter.
 
-        Args:
-            model: the model, or the part of it that is loaded.
-            names: HF names whose parameters are looked at; none: all of the model's.
+        Parameters of these HF names are looked at; without names all of the model's.
         """
         state = state_of(model)
         kept: Inventory | None = state.inventory
@@ -297,9 +295,7 @@ def _tensors(
 ) -> Iterator[tuple[str, Entry]]:
     """Yield the HF tensors that make one parameter, with the engine's names of what precedes them.
 
-    Args:
-        whole: shape of the HF tensor by the table of families; None for a linear's, and for a
-            tensor that the table does not have.
+    ``whole`` is the shape of the HF tensor by the table of families; None where that has none.
     """
     # A router may have a bias for each expert beside its weight, which is a plain parameter.
     module_name, _, leaf = name.rpartition(".")

@@ -164,12 +164,7 @@ def quantize_blocks(
 def start_finite_check(
     tensors: Sequence[torch.Tensor], limit: float = math.inf
 ) -> Callable[[], list[bool]]:
-    """See :func:`fp8rl.numerics.start_finite_check`.
-
-    Args:
-        tensors: contiguous tensors of one device; bfloat16, float16, float32 or float8_e4m3fn.
-        limit: largest magnitude that counts as finite.
-    """
+    """See :func:`fp8rl.numerics.start_finite_check`; the tensors are contiguous, on one device."""
     groups: dict[torch.dtype, list[int]] = {}
     for number, x in enumerate(tensors):
         if x.numel():

@@ -154,11 +154,6 @@ def quantize_block(
     block: tuple[int, int],
     scale_format: ScaleFormat,
 ) -> Quantized:
-    """See :func:`fp8rl.numerics.quantize_block`.
-
-    Raises:
-        UnsupportedError: a block side is no power of two.
-    """
     scale_inv = w.new_empty(
         cdiv(w.shape[0], block[0]), cdiv(w.shape[1], block[1]), dtype=torch.float32
     )
@@ -168,11 +163,6 @@ def quantize_block(
 
 
 def quantize_group(x: torch.Tensor, group: int, scale_format: ScaleFormat) -> Quantized:
-    """See :func:`fp8rl.numerics.quantize_group`.
-
-    Raises:
-        UnsupportedError: the group size is no power of two.
-    """
     k = x.shape[-1]
     scale_inv = x.new_empty(*x.shape[:-1], cdiv(k, group), dtype=torch.float32)
     codes = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)

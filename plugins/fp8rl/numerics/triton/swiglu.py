@@ -306,16 +306,10 @@ def _plain_grad_kernel(
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Return ``silu(x[:, :K]) * x[:, K:]``, computed in float32 and rounded once.
+    """Return ``silu(x[:, :K]) * x[:, K:]`` of 16 bits, computed in float32 and rounded once.
 
     The values are those that :func:`fp8rl.numerics.triton.activations.quantize_rows` quantizes with
     ``silu_and_mul``.
-
-    Args:
-        x: ``[M, 2 K]``, bfloat16 or float16, rows contiguous.
-
-    Returns:
-        ``[M, K]``, of ``x``'s dtype.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, columns = x.shape[0], x.shape[1] // 2
@@ -392,7 +386,6 @@ def _launch(
     output: DualOutput,
     width: int,
 ) -> Operand:
-    """Launch a kernel over ``sources`` and return its operand, which has ``width`` columns."""
     rows, cols = h.shape[0], h.shape[1] // 2
     with torch.cuda.device_of(h):
         kernel[(cdiv(rows, GROUP) * (width // GROUP),)](
