@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from fp8rl.errors import CheckpointError
 from fp8rl.numerics import quantize_block
-from megatron_fp8rl.precision_file import FILE_NAME
 from megatron_fp8rl.testing.models import build_gpt
-from support.megatron import Trainer, convert_alone, dense, kept, losses, moe, pinned, tokens
+from support.megatron import Trainer, convert_alone, dense, kept, losses, moe, tokens
 from support.numeric import same_codes
 
 pytestmark = pytest.mark.usefixtures("mcore")
