@@ -16,14 +16,7 @@ from typing import Any
 import torch
 
 from fp8rl.errors import ScaleError
-from fp8rl.kv_scales import (
-    ROLES,
-    Role,
-    check_scale,
-    parse_scale_name,
-    require_one_name,
-    scale_name,
-)
+from fp8rl.kv_scales import ROLES, Role, check_scale, parse_scale_name, require_one_name, scale_name
 from fp8rl.listing import number_ranges
 from vllm_fp8rl.engine.rank_state import LayerKVScales, find_state, state_of
 from vllm_fp8rl.storage.block_grid import WriteBatch

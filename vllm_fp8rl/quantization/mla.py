@@ -16,11 +16,7 @@ import torch
 from fp8rl.errors import UnsupportedError
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import dequantize_block
-from vllm_fp8rl.quantization.kv_cache import (
-    INT8_KV_DTYPE,
-    Fp8RLKVCacheMethod,
-    check_kv_cache_dtype,
-)
+from vllm_fp8rl.quantization.kv_cache import INT8_KV_DTYPE, Fp8RLKVCacheMethod, check_kv_cache_dtype
 
 _PACKS_WEIGHTS = ("AMX_MLA",)
 """Backends that keep ``kv_b_proj`` in a layout of their own and empty its weight."""

@@ -148,12 +148,7 @@ class PlainWeight(ShardedParameter):
     """An unquantized weight ``[N, K]`` in the model's dtype that is never repacked."""
 
     def __init__(
-        self,
-        data: torch.Tensor,
-        *,
-        module: str,
-        partitions: Sequence[int],
-        weight_loader: Callable,
+        self, data: torch.Tensor, *, module: str, partitions: Sequence[int], weight_loader: Callable
     ) -> None:
         starts = [sum(partitions[:i]) for i in range(len(partitions))]
         super().__init__(

@@ -70,11 +70,7 @@ class GemmBackend(Protocol):
         """``[tokens, out] x [in, out] -> [tokens, in]`` in ``dtype``, accumulated in float32."""
 
     def wgrad(
-        self,
-        grad_t: Quantized,
-        x_t: Quantized,
-        dtype: torch.dtype,
-        out: torch.Tensor | None = None,
+        self, grad_t: Quantized, x_t: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """``[out, tokens] x [in, tokens] -> [out, in]`` in ``dtype``, accumulated in float32.
 

@@ -110,11 +110,7 @@ class DeepGemmBackend:
     dgrad = fprop
 
     def wgrad(
-        self,
-        grad_t: Quantized,
-        x_t: Quantized,
-        dtype: torch.dtype,
-        out: torch.Tensor | None = None,
+        self, grad_t: Quantized, x_t: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         shape = (len(grad_t.codes), len(x_t.codes))
         # The kernel always adds to a float32 matrix.

@@ -52,11 +52,7 @@ class ScaledMmBackend:
     dgrad = fprop
 
     def wgrad(
-        self,
-        grad_t: Quantized,
-        x_t: Quantized,
-        dtype: torch.dtype,
-        out: torch.Tensor | None = None,
+        self, grad_t: Quantized, x_t: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         from torch.nn.functional import ScalingType, scaled_mm
 

@@ -34,11 +34,7 @@ class TritonBackend:
     dgrad = fprop
 
     def wgrad(
-        self,
-        grad_t: Quantized,
-        x_t: Quantized,
-        dtype: torch.dtype,
-        out: torch.Tensor | None = None,
+        self, grad_t: Quantized, x_t: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         return _product(grad_t, x_t, dtype, out, blocks=False)
 

@@ -204,9 +204,7 @@ _WRAPPER, _VISION = "model.language_model.", ("model.visual",)
 LLAMA = Family("Llama", ("llama", "mistral"), _attention(), mlp_bias="mlp_bias")
 """Also stands for a config that does not say its type."""
 LLAMA_LIKE = replace(
-    LLAMA,
-    name="Llama-like",
-    model_types=("gemma", "granite", "ministral", "ministral3", "smollm3"),
+    LLAMA, name="Llama-like", model_types=("gemma", "granite", "ministral", "ministral3", "smollm3")
 )
 """Other models whose tensors have the names and shapes of Llama's."""
 ARCEE = replace(LLAMA, name="Arcee", model_types=("arcee",), mlp=("up_proj", "down_proj"))
@@ -232,10 +230,7 @@ GEMMA2 = Family(
     missing=_OTHER_NORMS,
 )
 GEMMA3 = replace(
-    GEMMA2,
-    name="Gemma-3",
-    model_types=("gemma3_text",),
-    attention=_attention(norms=_HEAD_NORMS),
+    GEMMA2, name="Gemma-3", model_types=("gemma3_text",), attention=_attention(norms=_HEAD_NORMS)
 )
 """Text alone."""
 COHERE = Family(
@@ -267,10 +262,7 @@ QWEN2 = Family("Qwen2", ("qwen2",), _attention(qkv_bias="always", o_bias=""))
 QWEN3 = Family("Qwen3", ("qwen3",), _attention(norms=_HEAD_NORMS))
 QWEN3_MOE = Family("Qwen3-MoE", ("qwen3_moe",), _attention(norms=_HEAD_NORMS), experts=EXPERTS)
 QWEN2_MOE = Family(
-    "Qwen2-MoE",
-    ("qwen2_moe",),
-    _attention(qkv_bias="qkv_bias", o_bias=""),
-    experts=SHARED_EXPERT,
+    "Qwen2-MoE", ("qwen2_moe",), _attention(qkv_bias="qkv_bias", o_bias=""), experts=SHARED_EXPERT
 )
 MIXTRAL = Family(
     "Mixtral",
@@ -280,10 +272,7 @@ MIXTRAL = Family(
     missing={"training": "experts named w1, w2 and w3"},
 )
 DEEPSEEK_V2 = Family(
-    "DeepSeek-V2",
-    ("deepseek_v2",),
-    LATENT_ATTENTION,
-    experts=replace(DEEPSEEK_EXPERTS, bias=""),
+    "DeepSeek-V2", ("deepseek_v2",), LATENT_ATTENTION, experts=replace(DEEPSEEK_EXPERTS, bias="")
 )
 DEEPSEEK_V3 = Family(
     "DeepSeek-V3",
@@ -318,11 +307,7 @@ QWEN3_5_MOE = replace(
     QWEN3_5, name="Qwen3.5-MoE", model_types=("qwen3_5_moe_text",), experts=SHARED_EXPERT
 )
 QWEN3_VL = Family(
-    "Qwen3-VL",
-    ("qwen3_vl_text",),
-    _attention(norms=_HEAD_NORMS),
-    wrapper=_WRAPPER,
-    towers=_VISION,
+    "Qwen3-VL", ("qwen3_vl_text",), _attention(norms=_HEAD_NORMS), wrapper=_WRAPPER, towers=_VISION
 )
 FAMILIES = (
     *(LLAMA, QWEN2, QWEN3, LLAMA_LIKE, ARCEE, SEED_OSS, ERNIE4_5),

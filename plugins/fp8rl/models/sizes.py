@@ -168,11 +168,7 @@ class Sizes:
             return spec.numbers.get(key, 0)
 
         expert = get(spec.family.experts.width) if spec.family.experts else 0
-        nope, rope, value = (
-            get("qk_nope_head_dim"),
-            get("qk_rope_head_dim"),
-            get("v_head_dim"),
-        )
+        nope, rope, value = (get("qk_nope_head_dim"), get("qk_rope_head_dim"), get("v_head_dim"))
         gdn_k = get("linear_num_key_heads") * get("linear_key_head_dim")
         gdn_v = get("linear_num_value_heads") * get("linear_value_head_dim")
         return {

@@ -53,9 +53,7 @@ def implementation(x: torch.Tensor, kernels: str = "quantize") -> ModuleType:
 
 
 def quantize_block(
-    w: torch.Tensor,
-    block: tuple[int, int] = BLOCK,
-    scale_format: ScaleFormat = "fp32",
+    w: torch.Tensor, block: tuple[int, int] = BLOCK, scale_format: ScaleFormat = "fp32"
 ) -> Quantized:
     """Quantize a weight in blocks.
 

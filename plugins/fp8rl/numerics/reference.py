@@ -76,10 +76,7 @@ def _decode(codes: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_block(
-    w: torch.Tensor,
-    block: tuple[int, int],
-    scale_format: ScaleFormat,
-    out: Quantized | None = None,
+    w: torch.Tensor, block: tuple[int, int], scale_format: ScaleFormat, out: Quantized | None = None
 ) -> Quantized:
     (n, k), (bn, bk) = w.shape, block
     rows, cols = cdiv(n, bn), cdiv(k, bk)
@@ -218,11 +215,7 @@ def quantize_swiglu(
 
 
 def quantize_swiglu_grad(
-    grad: torch.Tensor,
-    h: torch.Tensor,
-    scale_format: ScaleFormat,
-    rowwise: bool,
-    columnwise: bool,
+    grad: torch.Tensor, h: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
     return quantize_operand(swiglu_grad(grad, h), scale_format, rowwise, columnwise)
 

@@ -125,11 +125,7 @@ class Fp8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        call: Call,
-        *weights: torch.Tensor,
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, call: Call, *weights: torch.Tensor
     ) -> torch.Tensor:
         ctx.call = call
         ctx.use_bias = bias is not None

@@ -37,13 +37,7 @@ from vllm_fp8rl.kv.scales import fp8_layers, required_kv_scales
 from vllm_fp8rl.refit.receiver.derived import require_nothing_derived
 from vllm_fp8rl.refit.tensor_stream import Named
 from vllm_fp8rl.storage.block_grid import SOURCE_DTYPES, Shard, WriteBatch
-from vllm_fp8rl.storage.experts import (
-    MATRICES,
-    ExpertGrids,
-    ExpertParameter,
-    load_fused,
-    stack_of,
-)
+from vllm_fp8rl.storage.experts import MATRICES, ExpertGrids, ExpertParameter, load_fused, stack_of
 from vllm_fp8rl.storage.parameters import Fp8Parameter, Fp8Scale, Fp8Weight, ShardedParameter
 
 Kind = Literal["codes", "scales", "plain", "fused"]
@@ -382,10 +376,7 @@ class _Piece(NamedTuple):
 
 
 def _store(
-    parameter: ShardedParameter,
-    pieces: Sequence[_Piece],
-    tensor: torch.Tensor,
-    batch: WriteBatch,
+    parameter: ShardedParameter, pieces: Sequence[_Piece], tensor: torch.Tensor, batch: WriteBatch
 ) -> None:
     """Route of a weight, or of its scales, that fills one or more matrices of a layer."""
     if len(pieces) == 1:

@@ -48,14 +48,7 @@ def _merged(dims: list[tuple[int, int]]) -> tuple[int, int] | None:
 
 
 @triton.jit
-def _amax_tile(
-    out_ptr,
-    x_ptr,
-    extent,
-    tile,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def _amax_tile(out_ptr, x_ptr, extent, tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     rows, width, stride = extent
     across = tl.cdiv(width, WIDTH)
     first_row = (tile // across).to(tl.int64) * HEIGHT

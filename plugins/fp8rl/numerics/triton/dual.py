@@ -15,14 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.formats import (
-    FP8_DTYPE,
-    GROUP,
-    Operand,
-    Quantized,
-    cdiv,
-    whole_groups,
-)
+from fp8rl.numerics.formats import FP8_DTYPE, GROUP, Operand, Quantized, cdiv, whole_groups
 from fp8rl.numerics.triton.packed import PACKED_REGISTERS, can_pack, packed_kernel
 from fp8rl.numerics.triton.quantize import (
     encode,

@@ -15,13 +15,7 @@ import triton
 import triton.language as tl
 
 from fp8rl.numerics.formats import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
-from fp8rl.numerics.grouped import (
-    Addresses,
-    ExpertRows,
-    GroupedColumns,
-    GroupedRows,
-    stream_of,
-)
+from fp8rl.numerics.grouped import Addresses, ExpertRows, GroupedColumns, GroupedRows, stream_of
 from fp8rl.numerics.triton.dual import REGISTERS, quantize_dual_tile, side_pointers
 from fp8rl.numerics.triton.multi_tensor import TRITON_DTYPES, all_aligned
 from fp8rl.numerics.triton.packed import (

@@ -19,11 +19,7 @@ from fp8rl.numerics.grouped import on_device
 from fp8rl.numerics.triton.quantize import has_native_cast, quantize_tile
 from fp8rl.recipe import ScaleFormat
 
-TRITON_DTYPES = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-}
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _MAGNITUDES = {
     torch.bfloat16: (tl.int16, 0x7FFF),
     torch.float16: (tl.int16, 0x7FFF),

@@ -149,11 +149,7 @@ def has_packed_maximum(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def quantize_block(
-    w: torch.Tensor,
-    block: tuple[int, int],
-    scale_format: ScaleFormat,
-) -> Quantized:
+def quantize_block(w: torch.Tensor, block: tuple[int, int], scale_format: ScaleFormat) -> Quantized:
     scale_inv = w.new_empty(
         cdiv(w.shape[0], block[0]), cdiv(w.shape[1], block[1]), dtype=torch.float32
     )

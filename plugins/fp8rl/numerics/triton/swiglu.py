@@ -106,9 +106,7 @@ def swiglu(gate, up, NATIVE: tl.constexpr):
 @triton.jit
 def _swiglu_pair(gate, up, NATIVE: tl.constexpr):
     return _pair(
-        swiglu(_first(gate), _first(up), NATIVE),
-        swiglu(_second(gate), _second(up), NATIVE),
-        NATIVE,
+        swiglu(_first(gate), _first(up), NATIVE), swiglu(_second(gate), _second(up), NATIVE), NATIVE
     )
 
 
@@ -363,11 +361,7 @@ def quantize_swiglu(
 
 
 def quantize_swiglu_grad(
-    grad: torch.Tensor,
-    h: torch.Tensor,
-    scale_format: ScaleFormat,
-    rowwise: bool,
-    columnwise: bool,
+    grad: torch.Tensor, h: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
     rows, cols = grad.shape
     if _ends_within_a_group(h):
