@@ -26,6 +26,7 @@ from support.engine import (
     start_engine,
 )
 from support.gaps import gap
+from support.hf_reference import load_exported, load_reference
 from support.no_torchvision import without_torchvision
 from support.teacher_forced import vllm_logprobs
 from support.tiny import (
@@ -35,7 +36,6 @@ from support.tiny import (
 )
 from vllm_fp8rl.calibration import send_kv_scales
 from vllm_fp8rl.compat import require_cpu_router
-from vllm_fp8rl.testing.hf_reference import load_exported, load_reference
 
 RECIPE = Recipe(pins=Pins(last=1))
 SCALES = {
