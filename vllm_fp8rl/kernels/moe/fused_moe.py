@@ -119,14 +119,6 @@ def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) 
     )
 
 
-def warm_up_experts(
-    kernel: mk.FusedMoEKernel, layer: RoutedExperts, moe: FusedMoEConfig, warmup: KernelWarmup
-) -> None:
-    """Have DeepGEMM's kernels for a layer's experts compiled ahead, if its kernel uses DeepGEMM."""
-    if isinstance(kernel.fused_experts, TritonOrDeepGemmExperts):
-        warm_up_deep_gemm(layer, moe, warmup)
-
-
 def warm_up_deep_gemm(layer: RoutedExperts, moe: FusedMoEConfig, warmup: KernelWarmup) -> None:
     """Have DeepGEMM's kernels for a layer's experts compiled ahead."""
     # Rows as vLLM's own warm-up counts them: the tokens of all data-parallel ranks, padded.
