@@ -128,18 +128,6 @@ class Conversion:
         self._require_current()
         return precision_file.save(folder, self.recipe, self.policy) if global_rank() == 0 else None
 
-    def table_differences(self, folder: str | os.PathLike[str]) -> dict[str, tuple[str, str]]:
-        """Return the modules that run in another precision than when ``folder`` was saved.
-
-        Returns:
-            name -> (precision then, precision now); empty for a run resumed with the same pins.
-
-        Raises:
-            CheckpointError: ``folder`` has no readable table.
-        """
-        self._require_current()
-        return precision_file.differences(folder, self.policy)
-
     def close(self) -> None:
         """Give the modules their upstream classes back; may be called again.
 

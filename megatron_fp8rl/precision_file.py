@@ -8,7 +8,6 @@ from pathlib import Path
 
 from fp8rl import PinPolicy, Recipe, __version__
 from fp8rl.errors import CheckpointError
-from fp8rl.models.families import kind_of
 
 FILE_NAME = "fp8rl_precision.json"
 _FORMAT = 1
@@ -41,32 +40,3 @@ def save(folder: str | os.PathLike[str], recipe: Recipe, policy: PinPolicy) -> P
     except OSError as error:
         raise CheckpointError(f"The precision table '{path}' cannot be written: {error}.") from None
     return path
-
-
-def differences(folder: str | os.PathLike[str], policy: PinPolicy) -> dict[str, tuple[str, str]]:
-    """Return the modules whose precision is another one than in the saved table.
-
-    Returns:
-        name -> (precision in the file, precision now); ``absent`` for a module that one lacks.
-
-    Raises:
-        CheckpointError: there is no readable table.
-    """
-    path = Path(folder) / FILE_NAME
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-        if table["format"] != _FORMAT:
-            raise ValueError(f"format {table['format']}, not {_FORMAT}")
-        then = {row["name"]: row["precision"] for row in table["modules"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"'{path}' is no readable precision table ({type(error).__name__}: {error}); give the "
-            "folder that save_table() wrote to."
-        ) from None
-    now = {row.name: row.precision for row in policy.report()}
-    pairs = {
-        name: (then.get(name, "absent"), now.get(name, "absent"))
-        for name in dict.fromkeys([*then, *now])
-    }
-    # A norm is never in FP8; tables of earlier releases lack those of queries and keys.
-    return {n: pair for n, pair in pairs.items() if pair[0] != pair[1] and kind_of(n) != "norm"}

@@ -102,10 +102,7 @@ def unsupported_reason(
 ) -> str | None:
     """Return why FP8 layers do not run on a GPU, or None if they do.
 
-    Args:
-        capability: compute capability, None if unknown.
-        rocm: whether it is an AMD GPU, whose capabilities are numbered differently.
-        allow_untested: ``allow_untested_gpu`` of the recipe.
+    ``rocm`` is an AMD GPU, whose capabilities are numbered differently.
     """
     served = " and ".join(f"{major}.{minor}" for major, minor in GPU_CAPABILITIES)
     if rocm:
@@ -138,14 +135,8 @@ def attention_isa(layer: Any, impl: Any) -> str:
 def keys_and_values(cache: torch.Tensor, kv_heads: int, head_size: int) -> tuple[torch.Tensor, ...]:
     """Return K and V in FlashAttention's cache, ``[blocks, block_size, kv_heads, head_size]``.
 
-    Args:
-        cache: ``[blocks, 2, block_size, kv_heads, head_size]`` in 0.25.1, ``[blocks, kv_heads,
-            block_size, 2 * head_size]`` from 0.26 on.
-        kv_heads: number of KV heads of this rank.
-        head_size: size of a head.
-
-    Raises:
-        UnsupportedError: a cache of another shape.
+    The cache is ``[blocks, 2, block_size, kv_heads, head_size]`` in 0.25.1, ``[blocks, kv_heads,
+    block_size, 2 * head_size]`` from 0.26 on; another shape is an UnsupportedError.
     """
     shape = cache.shape
     if len(shape) == 4 and shape[1] == kv_heads and shape[3] == 2 * head_size:

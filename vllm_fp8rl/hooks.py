@@ -22,16 +22,12 @@ from vllm_fp8rl.compat import (
     unsupported_reason,
     untested,
 )
-from vllm_fp8rl.warmup.kernel_warmup import NO_NVCC, find_nvcc
+from vllm_fp8rl.warmup import NO_NVCC, find_nvcc
 
 
 @hookimpl
 def register_engine_adapters() -> list[EngineAdapter]:
-    return [
-        EngineAdapter(
-            "vllm", _diagnose, _examine, check_export=_check_export, record_exact=_record_exact
-        )
-    ]
+    return [EngineAdapter("vllm", _diagnose, _examine, record_exact=_record_exact)]
 
 
 def _examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
@@ -40,12 +36,6 @@ def _examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
     from vllm_fp8rl.commands.doctor import examine
 
     return examine(model, recipe, ranks)
-
-
-def _check_export(checkpoint: Path, out: Path, recipe: Recipe) -> Diagnosis:
-    from vllm_fp8rl.commands.export_check import check_export
-
-    return check_export(checkpoint, out, recipe)
 
 
 def _record_exact(request: ExactRequest) -> None:

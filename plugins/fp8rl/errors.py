@@ -48,11 +48,6 @@ class BatchError(Fp8RLError, ValueError):
 
 
 def sentence(error: BaseException, longest: int = 240) -> str:
-    """Return the beginning of an error in one line, with its kind.
-
-    Args:
-        error: of any kind.
-        longest: characters.
-    """
+    """Return the first ``longest`` characters of an error in one line, with its kind."""
     text = ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
     return text if len(text) <= longest else text[:longest] + " .."

@@ -37,21 +37,16 @@ def scale_name(layer: int, role: Role) -> str:
 
 
 def parse_scale_name(name: str, prefix: str = "model.") -> tuple[int, Role] | None:
-    """``(layer, role)`` of a scale's name, in both forms of NeMo RL; None for other names.
+    """Return ``(layer, role)`` of a scale's name, in both forms of NeMo RL; None for others.
 
-    Args:
-        name: name on the wire or in a checkpoint.
-        prefix: what precedes ``layers``; another one than the wire's inside a multimodal model.
+    ``prefix`` is what precedes ``layers``; another one than the wire's inside a multimodal model.
     """
     match = _NAME.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
     return (int(match.group(1)), match.group(2)) if match else None  # type: ignore[return-value]
 
 
 def require_one_name(places: Iterable[tuple[str, tuple[int, Role]]]) -> dict[tuple[int, Role], str]:
-    """Return the names of scales by layer and role.
-
-    Args:
-        places: names, each with what :func:`parse_scale_name` found in it.
+    """Return the names of scales by what :func:`parse_scale_name` found in each.
 
     Raises:
         ScaleError: two names are those of one scale, such as ``k_scale`` and ``attn.k_scale``.
@@ -106,14 +101,7 @@ def scales_from_amax(
 
 
 def power_of_two_scales(scales: Mapping[str, float]) -> dict[str, float]:
-    """Round scales of others up to powers of two, for the reason of :func:`scales_from_amax`.
-
-    Args:
-        scales: name -> scale.
-
-    Raises:
-        ScaleError: see :func:`check_scale`.
-    """
+    """Round scales of others up to powers of two, for the reason of :func:`scales_from_amax`."""
     values = [check_scale(name, scale) for name, scale in scales.items()]
     rounded = _power_of_two_above(torch.tensor(values, dtype=torch.float64)).tolist()
     return dict(zip(scales, rounded, strict=True))

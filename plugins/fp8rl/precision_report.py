@@ -26,11 +26,7 @@ class PrecisionLine(NamedTuple):
 
 
 def precision_lines(rows: Iterable[PinRow]) -> list[PrecisionLine]:
-    """Return the precision of a model's modules, one line for all layers that are treated alike.
-
-    Args:
-        rows: every module of the model, as :meth:`fp8rl.PinPolicy.report` gives them.
-    """
+    """Return the precision of a model's modules, one line for all layers that are treated alike."""
     by_layer: dict[int | None, list[PinRow]] = {}
     for row in rows:
         by_layer.setdefault(row.layer, []).append(row)

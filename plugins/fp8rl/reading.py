@@ -41,11 +41,7 @@ def near_miss(key: object, names: Iterable[str], *, cutoff: float = 0.8) -> str 
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Parse a JSON text.
-
-    Args:
-        text: JSON text.
-        where: name of the text, e.g. its path; an error puts it before each key.
+    """Parse a JSON text, whose name ``where`` an error puts before each key.
 
     Raises:
         RecipeError: not valid JSON, an object with a key twice, or more than 100 levels.
@@ -207,12 +203,9 @@ def _depends_on_version(text: str) -> bool:
 
 
 def explain(error: ValidationError, where: str, model: type[BaseModel] | None = None) -> str:
-    """Say what is wrong with a mapping, in one line with every key's full path.
+    """Say what is wrong with a mapping at ``where``, in one line with every key's full path.
 
-    Args:
-        error: error of pydantic.
-        where: path of the mapping.
-        model: the model that the mapping was to fit; its keys are offered for a misspelled one.
+    The keys of the ``model`` that it was to fit are offered for a misspelled one.
     """
     parts = []
     for item in error.errors():

@@ -201,12 +201,7 @@ class WeightFile(Watched):
 
 
 def read_text(path: Path) -> str:
-    """Read a text file in UTF-8.
-
-    Raises:
-        OSError: there is no such file, or it cannot be read.
-        ModelError: it is no regular file, too long, or not in UTF-8.
-    """
+    """Read a text file; ModelError where it is no regular file, too long, or not in UTF-8."""
     with _open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > LONGEST_TEXT:
@@ -243,11 +238,7 @@ def _require_regular(path: Path, found: os.stat_result) -> None:
 
 
 def _header(file: FileIO, size: int) -> bytes:
-    """Read the length of the header and the header.
-
-    Raises:
-        ValueError: the file is too short for it.
-    """
+    """Read the header with its length; ValueError where the file is too short for it."""
     start = file.read(_LENGTH) or b""
     length = int.from_bytes(start, "little")
     if len(start) < _LENGTH or length > min(LONGEST_TEXT, size - _LENGTH):
@@ -256,17 +247,10 @@ def _header(file: FileIO, size: int) -> bytes:
 
 
 def _checked(start: bytes, size: int) -> dict[str, About]:
-    """Read the header's description of each tensor.
+    """Read the header's description of each tensor, from the start of a file of ``size`` bytes.
 
     safetensors checks it with a sparse file behind it, because the real one may be truncated at any
-    moment.
-
-    Args:
-        start: first bytes of the file, with the header.
-        size: size of the file in bytes.
-
-    Raises:
-        SafetensorError, ValueError: it is not the header of a file of that size.
+    moment; it raises SafetensorError or ValueError.
     """
     from safetensors import safe_open
 

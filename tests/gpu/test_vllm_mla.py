@@ -29,10 +29,10 @@ from support.gpu_engine import (
     refit_tensors,
     start_engine,
 )
+from support.hf_reference import load_reference
 from support.mla import ALL, RECIPE
 from support.tiny import make_mla_checkpoint
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.testing.hf_reference import load_reference
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 512,

@@ -22,9 +22,9 @@ from megatron_fp8rl.hf_names import module_names as trainer_names
 from megatron_fp8rl.testing.models import build_gpt
 from support import mla
 from support.gaps import gap, noise_floor
+from support.hf_reference import load_reference
 from support.megatron import convert_alone, hf_gpt, logprobs, prompts
 from support.tiny import make_family_checkpoint, make_mla_checkpoint
-from vllm_fp8rl.testing.hf_reference import load_reference
 
 RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
 UNQUANTIZED = Recipe(rollout=False, training=False, kv_cache=RECIPE.kv_cache)

@@ -25,11 +25,11 @@ from megatron_fp8rl.kv.cache import KVCacheInTraining
 from megatron_fp8rl.kv.observers import QKVObserver
 from support.gaps import gap
 from support.gated_delta_net import token_by_token
+from support.hf_reference import load_reference
 from support.megatron import convert_alone, hf_gpt, logprobs, prompts
 from support.numeric import relative_error, same_codes
 from support.processes import run_ranks
 from support.tiny import make_qwen35_checkpoint
-from vllm_fp8rl.testing.hf_reference import load_reference
 
 RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
 UNQUANTIZED = Recipe(rollout=False, training=False, kv_cache=RECIPE.kv_cache)

@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from fp8rl.errors import CheckpointError
 from fp8rl.numerics import quantize_block
-from megatron_fp8rl.precision_file import FILE_NAME
 from megatron_fp8rl.testing.models import build_gpt
-from support.megatron import Trainer, convert_alone, dense, kept, losses, moe, pinned, tokens
+from support.megatron import Trainer, convert_alone, dense, kept, losses, moe, tokens
 from support.numeric import same_codes
 
 pytestmark = pytest.mark.usefixtures("mcore")
@@ -103,32 +102,18 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     straight = Run(fp8=True, seed=1)
     first = [straight.step(i) for i in range(2)]
     straight.save(tmp_path)
-    straight.conversion.save_table(tmp_path)
     rest = [straight.step(i) for i in range(2, 4)]
     resumed = Run(fp8=True, seed=2)
     resumed.step(7)  # codes of other weights, which must not survive
     resumed.load(tmp_path)
     assert [resumed.step(i) for i in range(2, 4)] == rest
     assert rest[0] != first[0]
-    assert resumed.conversion.table_differences(tmp_path) == {}
 
 
-def test_the_table_tells_when_a_run_is_resumed_with_other_pins(tmp_path):
-    gpt = build_gpt(CONFIGS["dense"])
-    convert_alone(gpt).save_table(tmp_path)
-    other = build_gpt(CONFIGS["dense"])
-    conversion = convert_alone(other, pinned(kinds=("o_proj",)))
-    assert conversion.table_differences(tmp_path) == {
-        f"model.layers.{layer}.self_attn.o_proj": ("fp8", "bf16") for layer in range(2)
-    }
-    with pytest.raises(CheckpointError, match=r"no readable precision table"):
-        conversion.table_differences(tmp_path / "missing")
-    (tmp_path / FILE_NAME).write_text('{"format": 9}')
-    with pytest.raises(CheckpointError, match="format 9"):
-        conversion.table_differences(tmp_path)
+def test_a_table_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
-        conversion.save_table(tmp_path / "file")
+        convert_alone(build_gpt(CONFIGS["dense"])).save_table(tmp_path / "file")
 
 
 # ---- offload

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from fp8rl import Recipe
 from fp8rl.kv_scales import Role, scale_name
 from fp8rl.numerics import E4M3_MAX
-from vllm_fp8rl.testing.hf_reference import load_reference
+from support.hf_reference import load_reference
 
 FLIPPED = 1e-4
 """Difference of a logprob in nats: a hundred times the error of float32 rounding, and a hundredth

@@ -25,9 +25,9 @@ import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.kv_scales import scale_name
 from support.gaps import gap, observed_kv_scales
+from support.hf_reference import load_reference
 from support.tiny import make_checkpoint
 from support.wrong_tensors import slope
-from vllm_fp8rl.testing.hf_reference import load_reference
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_fp8rl.testing.hf_reference import Reference
+from support.hf_reference import Reference
 
 RANK, ALPHA = 8, 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -21,11 +21,11 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 
 from support.engine import KV_SCALE, LAYERS, VOCAB, Engine, load_tensors
+from support.hf_reference import load_reference
 from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales, set_uncalibrated_kv_scales
 from vllm_fp8rl.kv.observer import ObservedImpl, observed, start_observing, stop_observing
 from vllm_fp8rl.kv.scales import forget_kv_scales, fp8_layers, kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import drop_requests, refit
-from vllm_fp8rl.testing.hf_reference import load_reference
 
 PROMPTS = [[(31 * i + 7 * j * j) % (VOCAB - 5) + 5 for j in range(20 + 9 * i)] for i in range(6)]
 NAMES = [scale_name(layer, role) for layer in range(LAYERS) for role in ("k", "v")]

@@ -12,9 +12,9 @@ from fp8rl import Recipe
 from fp8rl.export import plan_export, write_export
 from fp8rl.recipe import KVCache
 from support.engine import load_tensors
+from support.hf_reference import load_exported, load_reference
 from support.tiny import make_family_checkpoint
 from support.wrong_tensors import changed_checkpoint, nearer, wrong_tensors
-from vllm_fp8rl.testing.hf_reference import load_exported, load_reference
 
 RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
 _generator = torch.Generator().manual_seed(3)

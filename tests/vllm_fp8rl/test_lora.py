@@ -9,11 +9,11 @@ from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import Pins
 from support.engine import KV_SCALE, LAYERS, PROMPTS, Engine, load_tensors, same_bits
+from support.hf_reference import Reference, load_reference
 from support.lora import LORA, adapter, with_adapter
 from support.tiny import make_moe_checkpoint
 from vllm_fp8rl.calibration import send_kv_scales
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.testing.hf_reference import Reference, load_reference
 
 RECIPE = Recipe(pins=Pins(last=1))
 KV = {f"model.layers.{n}.self_attn.{r}_scale": KV_SCALE for n in range(LAYERS) for r in "kv"}

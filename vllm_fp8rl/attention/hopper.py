@@ -104,13 +104,7 @@ class SplitAttentionImpl(AttentionImpl):
     """What computes it where the recipe says ``exact``."""
 
     def _prepare(self, engine: VllmConfig, cache: torch.dtype, *, splits: bool) -> None:
-        """Take what the kernels need.
-
-        Args:
-            engine: configuration of the engine.
-            cache: dtype of the cache's elements.
-            splits: whether batches are split.
-        """
+        """Take what the kernels need: the dtype of the cache, and whether batches are split."""
         processors = torch.cuda.get_device_properties().multi_processor_count
         if is_exact(engine):
             self.exact_attention = ExactAttention(cache, processors)
@@ -213,24 +207,13 @@ def attend_batch(
     out: torch.Tensor,
     processors: int,
 ) -> torch.Tensor:
-    """Compute attention of a batch: decodes over the codes, prompts over a copy of 16 bits.
+    """Compute attention of a batch: ``decodes`` over the codes, prompts over a copy of 16 bits.
 
-    Args:
-        query, key_cache, value_cache, block_table, softmax_scale, k_scale, v_scale, out: see
-            :func:`attend_prompts`.
-        seq_lens: int32 ``[requests]``.
-        decodes: number of requests at the start, with one token each.
-        prompts: the rest.
-        processors: number of SMs of the GPU.
-
-    Returns:
-        ``out``.
+    The others are arguments of :func:`attend_prompts` and :func:`fp8rl.kernels.paged.decode`;
+    ``processors`` are the SMs of the GPU.
     """
-    scales: dict[str, Any] = {
-        "softmax_scale": softmax_scale,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
+    scales: dict[str, Any] = {"softmax_scale": softmax_scale}
+    scales |= {"k_scale": k_scale, "v_scale": v_scale}
     if decodes:
         decode(
             query[:decodes],

@@ -79,13 +79,7 @@ def split_batch(batch: CommonAttentionMetadata, limit: int) -> tuple[int, list[P
 
 
 def extended(kind: type[_Metadata], stock: Any, **more: Any) -> _Metadata:
-    """Return vLLM's metadata of a batch as a dataclass that has more fields.
-
-    Args:
-        kind: a dataclass derived from that of ``stock``.
-        stock: vLLM's metadata.
-        more: the fields that ``kind`` adds.
-    """
+    """Return vLLM's metadata ``stock`` as a dataclass derived from its own, with more fields."""
     return kind(**{f.name: getattr(stock, f.name) for f in fields(stock)}, **more)
 
 

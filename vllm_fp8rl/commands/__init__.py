@@ -1,1 +1,1 @@
-"""What ``fp8rl doctor``, ``fp8rl export --check`` and ``fp8rl exact`` run of vLLM."""
+"""What ``fp8rl doctor`` and ``fp8rl exact`` run of vLLM."""

@@ -64,13 +64,9 @@ class PlainValues:
         return self._limit
 
     def look(self, weights: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module) -> bool:
-        """Check tensors that are about to be loaded.
+        """Check tensors before they are loaded; return whether :meth:`require_finite` must follow.
 
-        Returns:
-            Whether the next step must call :meth:`require_finite`.
-
-        Raises:
-            RefitError: a tensor on the host is not finite; none has been loaded.
+        One on the host that is not finite is a RefitError at once.
         """
         checked = [(n, t) for n, t in weights if not n.endswith(_SCALES) and t.is_floating_point()]
         limit = self.limit(model)
@@ -95,11 +91,7 @@ class PlainValues:
         return bool(self._bad or together or on_gpu)
 
     def require_finite(self) -> None:
-        """Wait for the queued checks.
-
-        Raises:
-            RefitError: a tensor was not finite, and has not come again since.
-        """
+        """Wait for the checks; RefitError for a bad tensor that has not come again since."""
         queued, self._queued = self._queued, []
         for names, answers in queued:
             for name, good in zip(names, answers(), strict=True):

@@ -109,14 +109,7 @@ class RefitGuard:
         return hashlib.sha256(self.session.name.encode()).hexdigest()[:12]
 
     def require_free(self, what: str, *, beside: OpenSession | None = None) -> None:
-        """Require that no weights are on their way into the model.
-
-        Args:
-            beside: a session to which it belongs.
-
-        Raises:
-            RefitError: a refit, a reload or a plain load is under way.
-        """
+        """Raise RefitError while weights are on their way, but for a session ``beside``."""
         if self.plain_load.locked():
             raise RefitError(
                 f"{what} was refused, because load_weights or reload_weights is writing to this "
@@ -130,11 +123,7 @@ class RefitGuard:
             )
 
     def stop_writing(self, what: str) -> None:
-        """End the open session, because the weights go.
-
-        Raises:
-            RefitError: a plain load is writing, which cannot be ended from outside.
-        """
+        """End the open session, because the weights go; RefitError while a plain load writes."""
         if self.plain_load.locked():
             self.require_free(what)
         if self.session is not None:
@@ -196,14 +185,11 @@ class RefitGuard:
         self.recheck()
 
     def sleep(self, tags: Sequence[str], discarded: Mapping[str, torch.Tensor]) -> None:
-        """Note that the engine falls asleep.
+        """Note that the engine falls asleep, unless a plain load is writing (RefitError).
 
         Args:
             tags: ``weights``, ``kv_cache`` or both, whichever memory is given back.
             discarded: parameters whose contents will not come back by themselves.
-
-        Raises:
-            RefitError: a plain load is writing.
         """
         if "weights" in tags:
             self.stop_writing("A sleep")
@@ -212,11 +198,7 @@ class RefitGuard:
         self.recheck()
 
     def wake(self, tags: Sequence[str] | None) -> None:
-        """Note that memory is back, and fill discarded parameters with NaN.
-
-        Args:
-            tags: as for :meth:`sleep`; None for all memory.
-        """
+        """Note that memory is back (None: all), and fill discarded parameters with NaN."""
         was_asleep = "weights" in self._asleep
         self._asleep.difference_update(self._asleep if tags is None else tags)
         self._restore = True

@@ -94,11 +94,7 @@ class RankState:
         self.replacement.close()
 
     def precision(self, name: str) -> str:
-        """Return ``fp8`` or ``bf16`` for a linear module, by its name in the engine.
-
-        Raises:
-            UnsupportedError: a linear layer that the table of families does not have.
-        """
+        """Return ``fp8`` or ``bf16`` for a linear module, by its name in the engine."""
         try:
             pinned = self.policy.precision(self.hf_names.of(name))
         except PinError:
@@ -110,11 +106,7 @@ class RankState:
         return pinned if self.recipe.rollout else "bf16"
 
     def experts_precision(self, name: str) -> str:
-        """Return ``fp8`` or ``bf16`` for all experts of a layer, which one kernel runs.
-
-        Raises:
-            PinError: a pin covers a part of them only.
-        """
+        """Return ``fp8`` or ``bf16`` for all experts of a layer, which one kernel runs."""
         stem = f"{self.hf_names.of(name)}."
         rows = [row for row in self.policy.report() if row.name.startswith(stem)]
         pinned = next((row for row in rows if row.precision == "bf16"), None)

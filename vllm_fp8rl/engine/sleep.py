@@ -28,11 +28,7 @@ _TAGS = ("weights", "kv_cache")
 
 
 def watch(model_config: Any, guard: RefitGuard) -> None:
-    """Choose the backend for an engine that may sleep; each worker calls this.
-
-    Raises:
-        UnsupportedError: the engine was started with a backend that is not vLLM's own.
-    """
+    """Choose the backend for an engine that may sleep, unless it has one of its own (an error)."""
     if not model_config.enable_sleep_mode:
         return
     if model_config.sleep_mode_backend not in (_STOCK, BACKEND):

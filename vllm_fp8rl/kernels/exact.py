@@ -234,12 +234,7 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
 
 
 def _require(needed: list[tuple[str, Any, Any, str]], where: str) -> None:
-    """Refuse the first setting with a wrong value.
-
-    Args:
-        needed: of each setting its name, its value, the needed one, a remedy.
-        where: whose settings they are.
-    """
+    """Refuse the first wrong setting, of each its name, value, needed value and remedy."""
     for what, value, good, remedy in needed:
         if value != good:
             raise UnsupportedError(

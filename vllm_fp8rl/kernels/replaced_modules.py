@@ -67,12 +67,7 @@ class ModuleReplacement:
 
         Or if ranks, which all have built it now, do not add as the trainer's do.
         """
-        from vllm_fp8rl.kernels.exact import (
-            ExactRMSNorm,
-            ExactRotary,
-            ExactSiluAndMul,
-            check_sums,
-        )
+        from vllm_fp8rl.kernels.exact import ExactRMSNorm, ExactRotary, ExactSiluAndMul, check_sums
 
         needed = [(ExactRMSNorm, "RMSNorm"), (ExactRotary, "RotaryEmbedding")]
         if not getattr(self._engine.model_config.hf_text_config, "num_experts", 0):

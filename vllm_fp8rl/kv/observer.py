@@ -136,12 +136,7 @@ def observed(model: torch.nn.Module) -> dict[str, Any]:
                 value, beyond = _unquantized(value, scales)
                 clipped |= beyond
             amax[scale_name(scales.index, role)] = value
-    return {
-        "amax": amax,
-        "tokens": min(tokens, default=0),
-        "clipped": clipped,
-        "margin": margin,
-    }
+    return {"amax": amax, "tokens": min(tokens, default=0), "clipped": clipped, "margin": margin}
 
 
 def stop_observing(model: torch.nn.Module) -> None:

@@ -16,14 +16,7 @@ from typing import Any
 import torch
 
 from fp8rl.errors import ScaleError
-from fp8rl.kv_scales import (
-    ROLES,
-    Role,
-    check_scale,
-    parse_scale_name,
-    require_one_name,
-    scale_name,
-)
+from fp8rl.kv_scales import ROLES, Role, check_scale, parse_scale_name, require_one_name, scale_name
 from fp8rl.listing import number_ranges
 from vllm_fp8rl.engine.rank_state import LayerKVScales, find_state, state_of
 from vllm_fp8rl.storage.block_grid import WriteBatch
@@ -163,11 +156,7 @@ def require_layers(model: torch.nn.Module, places: Iterable[Place]) -> None:
 
 
 def checked_scale(name: str, scale: torch.Tensor | float) -> float:
-    """Return a scale rounded to float32, as engines keep it: 1e-50 counts as 0.
-
-    Raises:
-        ScaleError: not the name of a KV scale, or see :func:`fp8rl.kv_scales.check_scale`.
-    """
+    """Return a scale, checked and rounded to float32, as engines keep it: 1e-50 counts as 0."""
     if not isinstance(name, str) or parse_scale_name(name) is None:
         raise ScaleError(f"{name!r} is no name of a KV scale; use such as '{scale_name(0, 'k')}'.")
     if not isinstance(scale, (Real, torch.Tensor)) or isinstance(scale, bool):

@@ -45,11 +45,7 @@ class Patch:
     request gate replaces it on single objects."""
 
     def check(self) -> tuple[Any, str, Callable[..., Any]]:
-        """Return the class or module, the function's name and the function.
-
-        Raises:
-            UnsupportedError: the target is missing, or lacks a parameter.
-        """
+        """Return owner, name and function; UnsupportedError where something is missing."""
         class_name, _, name = self.target.rpartition(".")
         module = sys.modules[self.module]
         owner: Any = getattr(module, class_name, None) if class_name else module

@@ -57,10 +57,7 @@ def check_plain_loads(walk: Callable[..., set[str]]) -> Callable[..., set[str]]:
 
 
 def _load(
-    model: torch.nn.Module,
-    weights: Iterable[Named],
-    walk: Walk,
-    by_name: Callable[[str], bool],
+    model: torch.nn.Module, weights: Iterable[Named], walk: Walk, by_name: Callable[[str], bool]
 ) -> set[str]:
     """Load tensors with the model closed, by the inventory where it has a route for each."""
     _WALKING.set(True)
@@ -90,10 +87,7 @@ def _load(
 
 
 def _write(
-    model: torch.nn.Module,
-    weights: Iterable[Named],
-    walk: Walk,
-    by_name: Callable[[str], bool],
+    model: torch.nn.Module, weights: Iterable[Named], walk: Walk, by_name: Callable[[str], bool]
 ) -> set[str]:
     state = state_of(model)
     guard = state.guard

@@ -95,11 +95,7 @@ class Reload:
                 self._guard.close(f"{self._broke_off} ({reason})")
 
     def finish(self) -> None:
-        """Let the model run.
-
-        Raises:
-            RefitError: tensors are missing; the model stays closed until they have come.
-        """
+        """Let the model run; RefitError, and it stays closed, where tensors are missing."""
         if self._guard.session is self:
             self._guard.session = None
         owed = self._guard.values.owed if self._wrote else None

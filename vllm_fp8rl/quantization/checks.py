@@ -85,11 +85,7 @@ def check_engine(engine: VllmConfig, spec: ModelSpec, recipe: Recipe) -> None:
 
 
 def check_architecture(spec: ModelSpec) -> None:
-    """Refuse a model of a family that is not known or not served yet.
-
-    Raises:
-        UnsupportedError: names the family and what is missing.
-    """
+    """Raise UnsupportedError for a model of a family that is not known or not served yet."""
     reason = spec.refused(rollout=True, training=False)
     if reason is not None:
         served = "" if spec.entry else f" The types served are {served_types()}."
@@ -100,11 +96,7 @@ def check_architecture(spec: ModelSpec) -> None:
 
 
 def check_cpu_scoring(spec: ModelSpec) -> None:
-    """Refuse a router that fails on a CPU at the first request.
-
-    Raises:
-        UnsupportedError: the router takes sigmoids, without groups.
-    """
+    """Raise UnsupportedError for a router of sigmoids without groups, which fails on a CPU."""
     if spec.value("scoring_func") == "sigmoid" and not spec.value("n_group"):
         raise UnsupportedError(
             f"vLLM's router for CPUs has no sigmoid without groups, which '{spec.model_type}' "
@@ -116,10 +108,6 @@ def check_widths(spec: ModelSpec, ranks: int, *, expert_parallel: bool) -> None:
     """Refuse sizes that no model has, and ranks that do not divide the widths that are split.
 
     vLLM accepts some of the sizes and divides by others.
-
-    Raises:
-        ModelError: names the key.
-        UnsupportedError: names the intermediate size of MLPs, or of experts.
     """
     numbers, experts, widths = spec.numbers, spec.family.experts, {}
     if not all(layer.sparse for layer in spec.layers):
@@ -183,14 +171,7 @@ def check_speculation(cache_dtype: str, speculation: Any) -> None:
     """Refuse a draft model whose layers would have a KV cache of 8 bits that fp8rl does not know.
 
     Its layers are no part of the model that is refitted, so they have neither scales nor fp8rl's
-    attention: their cache would stay at scale 1.0.
-
-    Args:
-        cache_dtype: ``kv_cache.dtype`` of the recipe.
-        speculation: vLLM's ``SpeculativeConfig``, or None.
-
-    Raises:
-        UnsupportedError: names the method of speculation.
+    attention: their cache would stay at scale 1.0. It raises UnsupportedError.
     """
     if speculation is None or cache_dtype == "auto" or speculation.method in _WITHOUT_A_CACHE:
         return
@@ -206,8 +187,7 @@ def check_speculation(cache_dtype: str, speculation: Any) -> None:
 def check_scale_source(cache: Any) -> None:
     """Raise UnsupportedError where vLLM would compute KV scales from the first batch.
 
-    Args:
-        cache: vLLM's ``CacheConfig``; 0.32 has no such setting any more.
+    0.32 has no such setting any more.
     """
     if getattr(cache, "calculate_kv_scales", False):
         raise UnsupportedError(
@@ -222,11 +202,7 @@ def check_connector(config: KVTransferConfig | None) -> None:
 
     A connector keeps keys and values outside of the engine and returns them when a prompt comes
     again. After a refit, or new KV scales, they belong to older weights or scales. vLLM calls
-    ``reset_cache``, whose base does nothing and returns None, and takes that for
-    success.
-
-    Args:
-        config: ``kv_transfer_config`` of the engine.
+    ``reset_cache``, whose base does nothing and returns None, and takes that for success.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1

@@ -201,10 +201,6 @@ class Fp8RLConfig(QuantizationConfig):
 def read_recipe(additional_config: Any, of_model: Mapping[str, Any] | None = None) -> Recipe:
     """Return the recipe of an engine, see :class:`Fp8RLConfig`.
 
-    Args:
-        additional_config: ``additional_config`` of the engine.
-        of_model: ``quantization_config.recipe`` of the model's config.
-
     Raises:
         RecipeError: unknown or bad key, with its full path; a misspelling of ``fp8rl``, or a key of
             the recipe beside it.
@@ -225,13 +221,8 @@ def _refuse_lost_recipe(
 ) -> None:
     """Raise RecipeError for a key that is meant for fp8rl but that nothing would read.
 
-    Other plugins have keys in these mappings too, so only near misses of our keys are refused.
-
-    Args:
-        config: a mapping that holds the recipe under ``own``.
-        where: path of the mapping.
-        own: the one key that is read.
-        misplaced: names that have no meaning beside it.
+    Other plugins have keys in these mappings too, so only near misses of our keys are refused:
+    of ``own``, which holds the recipe, and of names that are ``misplaced`` beside it.
     """
     for key in config:
         if key == own:

@@ -37,9 +37,7 @@ _BAKES_INTO_FULL_GRAPHS = "FLASHINFER"
 def check_kv_cache_dtype(kv_cache_dtype: str) -> bool:
     """Return whether the cache is FP8, with scales that must be set.
 
-    Raises:
-        UnsupportedError: a quantized cache that is neither E4M3 with per-tensor scales nor INT8
-            with a scale for each token and head.
+    A quantized cache that is neither that nor INT8 by token and head is an UnsupportedError.
     """
     if kv_cache_dtype in (*PLAIN_KV_DTYPES, INT8_KV_DTYPE):
         return False

@@ -124,7 +124,8 @@ class Fp8RLLinearMethod(LinearMethodBase):
         scale = Fp8Scale(scale_inv, grid=self.grid, weight_loader=_scale_loader(layer, loader))
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale_inv", scale)
-        self.kernel.warm_up(layer, self.state.warmup)
+        if self.kernel.backend == "deep_gemm":
+            self.state.warmup.add(*weight.shape)
         self.state.layers[self.name] = layer  # compiled code finds it there
         for parameter in (weight, scale):
             set_weight_attrs(parameter, extra_weight_attrs)
@@ -205,11 +206,7 @@ def dummy_weights(device: torch.device) -> Callable[[tuple[int, int]], torch.Ten
 
 
 def live_data(layer: weakref.ref[torch.nn.Module], name: str) -> torch.Tensor:
-    """Return the data of a layer's parameter, wherever it is now.
-
-    Raises:
-        RefitError: the layer no longer exists.
-    """
+    """Return the data of a layer's parameter, wherever it is now."""
     module = layer()
     if module is None:
         raise RefitError("A weight was loaded into a layer that no longer exists; restart.")
@@ -308,12 +305,7 @@ class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
 
 
 def few_words(x: torch.Tensor, weight: torch.Tensor, words: int) -> torch.Tensor:
-    """Multiply as the trainer does, without the rows that pad a vocabulary.
-
-    Args:
-        x: ``[rows, K]``.
-        weight: ``[padded words, K]``.
-        words: of the model.
+    """Multiply ``x`` ``[rows, K]`` as the trainer does, without the rows that pad a vocabulary.
 
     Returns:
         ``[rows, padded words]``, with zeros behind the words.

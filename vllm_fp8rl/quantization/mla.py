@@ -16,11 +16,7 @@ import torch
 from fp8rl.errors import UnsupportedError
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import dequantize_block
-from vllm_fp8rl.quantization.kv_cache import (
-    INT8_KV_DTYPE,
-    Fp8RLKVCacheMethod,
-    check_kv_cache_dtype,
-)
+from vllm_fp8rl.quantization.kv_cache import INT8_KV_DTYPE, Fp8RLKVCacheMethod, check_kv_cache_dtype
 
 _PACKS_WEIGHTS = ("AMX_MLA",)
 """Backends that keep ``kv_b_proj`` in a layout of their own and empty its weight."""
@@ -51,13 +47,9 @@ def check_latent_cache(kv_cache_dtype: str) -> None:
 
 
 def check_cpu(spec: ModelSpec) -> None:
-    """Refuse what vLLM's MLA computes wrongly on a CPU, or dies of at the first request.
+    """Raise UnsupportedError for what vLLM's MLA computes wrongly on a CPU, or dies of.
 
     Call it while vLLM's current config is that of the engine.
-
-    Raises:
-        UnsupportedError: another latent size than the kernel's; or the rotary kernel, which is
-            wrong for queries of three dimensions, is switched on.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -78,12 +70,7 @@ class Fp8RLMLAMethod(Fp8RLKVCacheMethod):
     """The guard of an ``MLAAttention`` layer, and its parts of ``kv_b_proj`` after each load."""
 
     def create_weights(self, layer: Any) -> None:
-        """Insert the guard; there is nothing to register for a cache in the model's dtype.
-
-        Raises:
-            UnsupportedError: an FP8 latent cache, or a backend or setting that keeps copies of
-                ``kv_b_proj`` that a refit would not reach.
-        """
+        """Insert the guard; there is nothing to register for a cache in the model's dtype."""
         check_latent_cache(layer.kv_cache_dtype)
         backend = layer.attn_backend.get_name()
         if backend in _PACKS_WEIGHTS:
@@ -100,11 +87,7 @@ class Fp8RLMLAMethod(Fp8RLKVCacheMethod):
 
     @torch.no_grad()
     def derive(self, layer: Any) -> None:
-        """Let ``W_UK_T`` ``[heads, nope, latent]`` and ``W_UV`` ``[heads, latent, v]`` follow.
-
-        Raises:
-            UnsupportedError: this vLLM keeps neither views of the weight nor copies of these names.
-        """
+        """Let ``W_UK_T`` ``[heads, nope, latent]`` and ``W_UV`` ``[heads, latent, v]`` follow."""
         source = layer.kv_b_proj
         up_k, up_v = getattr(layer, "W_UK_T", None), getattr(layer, "W_UV", None)
         if up_k is None or up_v is None:

@@ -92,9 +92,6 @@ class _ExpertsMethod(FusedMoEMethodBase):
 
     def discard(self, layer: RoutedExperts) -> None:
         """Put back what no refit brings, after a sleep has discarded the weights."""
-        self._clear_padding(layer)
-
-    def _clear_padding(self, layer: RoutedExperts) -> None:
         self.grids.layout.clear_padding(layer.w13_weight.data, layer.w2_weight.data)
 
     def apply(
@@ -172,10 +169,13 @@ class Fp8RLMoEMethod(_ExpertsMethod):
     def _make_kernels(self, layer: RoutedExperts, device: torch.device, dtype: torch.dtype) -> None:
         recipe, layout = self.state.recipe, self.grids.layout
         if device.type == "cuda":
-            from vllm_fp8rl.kernels.moe.fused_moe import delegate_experts, warm_up_experts
+            from vllm_fp8rl.kernels.moe import fused_moe
 
-            self.moe_quant_config, self.moe_kernel = delegate_experts(layer, self.moe, recipe)
-            warm_up_experts(self.moe_kernel, layer, self.moe, self.state.warmup)
+            self.moe_quant_config, self.moe_kernel = fused_moe.delegate_experts(
+                layer, self.moe, recipe
+            )
+            if isinstance(self.moe_kernel.fused_experts, fused_moe.TritonOrDeepGemmExperts):
+                fused_moe.warm_up_deep_gemm(layer, self.moe, self.state.warmup)
             return
         shapes = {
             "w13": GemmShape(0, 2 * layout.padded, layout.hidden),
@@ -194,8 +194,8 @@ class Fp8RLMoEMethod(_ExpertsMethod):
             CheckpointError: the checkpoint left out a part of this layer.
         """
         self.state.built()
-        # vLLM's dummy loader writes there too.
-        self._clear_padding(layer)
+        # vLLM's dummy loader writes into the padding too.
+        self.grids.layout.clear_padding(layer.w13_weight.data, layer.w2_weight.data)
         if self.grids.complete:
             return
         if not self.state.dummy:
@@ -204,7 +204,6 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         self.grids.fill_missing(dummy_weights(layer.w13_weight.device))
 
     def discard(self, layer: RoutedExperts) -> None:
-        """Put back what no refit brings, after a sleep has discarded the weights."""
         super().discard(layer)
         self.grids.forget_unpaired()
 

@@ -36,10 +36,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def pulled(tensors: Any) -> Iterator[Named]:
-    """Iterate over a stream and check its items one by one.
-
-    Args:
-        tensors: iterable of pairs of HF name and tensor.
+    """Iterate over pairs of HF name and tensor, and check them one by one.
 
     Raises:
         RefitError: not such an iterable, or a tensor without plain values, such as a DTensor.
@@ -104,12 +101,7 @@ class Held:
         self._versions: list[int | None] = []
 
     def add(self, item: Named, *, waits: bool = True) -> None:
-        """Add a tensor.
-
-        Args:
-            item: its name and itself.
-            waits: the batch is read only after the sender's code has run again.
-        """
+        """Add a tensor; with ``waits`` the sender's code runs again before the batch is read."""
         name, tensor = item
         version: int | None = None
         if waits and not self._fixed:
@@ -121,10 +113,7 @@ class Held:
         self.items.append(item)
 
     def release(self, *coming: Named) -> Batch:
-        """Return the batch and begin a new one.
-
-        Args:
-            coming: a tensor that has been pulled for the next batch.
+        """Return the batch and begin a new one, for which a tensor may have been pulled already.
 
         Raises:
             RefitError: the memory of a tensor was written to, freed or used for another one since.

@@ -122,10 +122,7 @@ class Sender:
         return sent
 
     def _stage(
-        self,
-        device: torch.device,
-        items: Sequence[tuple[str, torch.Tensor]],
-        sent: dict[str, Any],
+        self, device: torch.device, items: Sequence[tuple[str, torch.Tensor]], sent: dict[str, Any]
     ) -> list[tuple[str, torch.Tensor]]:
         """Copy tensors that fit into the staging buffer, and return the others."""
         large: list[tuple[str, torch.Tensor]] = []

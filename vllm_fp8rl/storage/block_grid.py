@@ -230,7 +230,7 @@ class BlockGrid:
 
     @property
     def complete(self) -> bool:
-        """Every shard has been written at least once."""
+        """Whether every shard has been written at least once."""
         return len(self._loaded) == len(self._rows) and not self._incomplete
 
     def require_paired(self) -> None:
@@ -278,14 +278,10 @@ class BlockGrid:
         self._storage()[0][:, self.columns :].view(torch.uint8).zero_()
 
     def write(self, shard: Shard, tensor: torch.Tensor, batch: WriteBatch | None = None) -> None:
-        """Write this rank's rows of a whole HF weight.
+        """Write this rank's rows of a whole HF weight, in 16 or 32 bits or FP8 codes.
 
-        FP8 codes count once their scales are here too.
-
-        Args:
-            shard: where the rows are on the local grid and in the HF weight.
-            tensor: the whole HF weight, bfloat16, float16, float32 or float8_e4m3fn.
-            batch: collects quantizations for later; None quantizes now. FP8 codes are copied now.
+        Codes are copied now, and count once their scales are here too; of others a ``batch``
+        collects the quantization.
 
         Raises:
             RefitError: not the HF weight's shape.
@@ -316,14 +312,10 @@ class BlockGrid:
     def write_scales(
         self, shard: Shard, scale_inv: torch.Tensor, batch: WriteBatch | None = None
     ) -> None:
-        """Write this rank's part of the scales of a whole HF weight that comes as FP8 codes.
-
-        Args:
-            scale_inv: ``[ceil(rows/128), ceil(columns/128)]`` of the whole HF weight.
-            batch: not used; scales are copied now.
+        """Copy this rank's part of the scales of a whole HF weight that comes as FP8 codes.
 
         Raises:
-            RefitError: another shape.
+            RefitError: another shape than ``[ceil(rows/128), ceil(columns/128)]`` of that weight.
             UnsupportedError: not a floating dtype of at least 16 bits; or blocks of the HF tensor
                 are not blocks of this grid.
             ScaleError: see :func:`check_scales`.
@@ -354,10 +346,7 @@ class BlockGrid:
             self._last_write.record()
 
     def _wait(self) -> None:
-        """Let the current stream wait for earlier writes, which may have come on another one.
-
-        Shards share blocks: one arrival reads what another left.
-        """
+        """Let the current stream wait for writes on others: shards read what others left."""
         if self._last_write is not None:
             self._last_write.wait()
 
@@ -368,12 +357,8 @@ class BlockGrid:
         self.written()
 
     def codes_fit(self, start: int, origin: tuple[int, int]) -> bool:
-        """Whether blocks of the HF tensor are local blocks, none shared with another shard.
-
-        Args:
-            start: first row of the shard on the local grid.
-            origin: row and column of its first element in the HF tensor.
-        """
+        """Whether the shard at local row ``start``, at ``origin`` in the HF tensor, has its
+        blocks, none shared with another shard."""
         end = start + self._rows[start]
         whole = start % _ROWS == 0 and (end % _ROWS == 0 or end == self.total_rows)
         return whole and origin[0] % _ROWS == 0 and origin[1] % _COLS == 0

@@ -105,12 +105,9 @@ class ExpertLayout:
         return f"{self.name}.{expert}.{self.names.leaves[MATRICES.index(matrix)]}"
 
     def part_of(self, stack: torch.Tensor, matrix: Matrix, block: int = 1) -> torch.Tensor:
-        """Rows of a matrix of every local expert in a stack, without padding rows.
+        """Return the rows of a matrix of every local expert in a stack, without padding rows.
 
-        Args:
-            stack: ``w13`` or ``w2``, or their scales.
-            matrix: which of an expert's matrices.
-            block: weight rows to a row of the stack: 128 for scales.
+        ``block`` is the number of weight rows to a row of the stack: 128 for scales.
         """
         if matrix == "w2":
             return stack
@@ -207,13 +204,7 @@ class ExpertGrids(_Matrices):
     def load(
         self, expert: int, matrix: Matrix, tensor: torch.Tensor, batch: WriteBatch | None = None
     ) -> None:
-        """Quantize an HF matrix of a local expert into place, or take its FP8 codes.
-
-        Args:
-            expert: global number of the expert.
-            tensor: the whole tensor, as in the HF checkpoint.
-            batch: collects quantizations for later; None quantizes now.
-        """
+        """Quantize an HF matrix of a local expert, by its global number, or take its FP8 codes."""
         shard, stack = self._shards[matrix], self._stacks.get(matrix)
         alike = tensor.dtype in SOURCE_DTYPES and tensor.device == self._device
         if batch is None or stack is None or not alike or tensor.shape != shard.full:
@@ -279,15 +270,11 @@ class PlainExperts(_Matrices):
 def load_fused(
     experts: ExpertGrids | PlainExperts, leaf: str, tensor: torch.Tensor, batch: WriteBatch
 ) -> None:
-    """Write HF's tensor of all experts at once.
+    """Write HF's tensor of all experts at once, of which those of other ranks are skipped.
 
     Args:
         leaf: a key of :attr:`ExpertLayout.fused`.
-        tensor: ``[experts, rows, columns]``; the experts of other ranks are skipped.
-        batch: collects quantizations for later.
-
-    Raises:
-        RefitError: another shape; nothing has been written.
+        tensor: ``[experts, rows, columns]``; another shape is a RefitError.
     """
     matrices = experts.layout.fused[leaf]
     rows, columns = experts.layout.shard(matrices[0]).full
@@ -306,10 +293,7 @@ def load_fused(
 class ExpertParameter(torch.nn.Parameter):
     """Weights ``[experts, rows, columns]`` of all local experts, or the scales of their blocks.
 
-    Args:
-        data: the tensor.
-        experts: writer of the layer's experts.
-        load: its method for one matrix of this tensor, ``load(expert, matrix, tensor)``.
+    ``load`` is the method of the writer for one matrix, ``load(expert, matrix, tensor)``.
     """
 
     grid: ExpertGrids | PlainExperts

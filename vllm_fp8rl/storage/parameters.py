@@ -69,12 +69,9 @@ class ShardedParameter(ModelWeightParameter):
         raise NotImplementedError
 
     def shard(self, start: int, rows: int, full: tuple[int, int]) -> Shard:
-        """The part of an HF weight that this rank holds at local row ``start``.
+        """Return the part of an HF weight of shape ``full`` that is at local row ``start``.
 
         Ranks may hold the same part, as with KV heads that are fewer than ranks.
-
-        Args:
-            full: shape of the HF weight.
         """
         origin = [
             self.tp_rank // (self.tp_size // (whole // part)) * part
@@ -151,12 +148,7 @@ class PlainWeight(ShardedParameter):
     """An unquantized weight ``[N, K]`` in the model's dtype that is never repacked."""
 
     def __init__(
-        self,
-        data: torch.Tensor,
-        *,
-        module: str,
-        partitions: Sequence[int],
-        weight_loader: Callable,
+        self, data: torch.Tensor, *, module: str, partitions: Sequence[int], weight_loader: Callable
     ) -> None:
         starts = [sum(partitions[:i]) for i in range(len(partitions))]
         super().__init__(

@@ -201,10 +201,7 @@ def _with_model(
 
 
 def _show(
-    plugins: PluginManager,
-    found: Mapping[str, Diagnosis],
-    problems: Sequence[str],
-    as_json: bool,
+    plugins: PluginManager, found: Mapping[str, Diagnosis], problems: Sequence[str], as_json: bool
 ) -> None:
     """Print diagnoses and all problems, and end with exit code 1 if there are any."""
     problems = [*map(str, plugins.broken.values()), *problems]

@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from fp8rl.cli.output import engine_table, print_problems
 from fp8rl.cli.recipes import load_recipe
 from fp8rl.errors import OptionError
 from fp8rl.models.folder import RECIPE_FILE
@@ -37,9 +36,6 @@ def add_export(app: typer.Typer, plugins: PluginManager) -> None:
             Path | None, typer.Option(help="JSON or safetensors file of KV scales by name.")
         ] = None,
         device: Annotated[str, typer.Option(help="Device that quantizes: cpu or cuda.")] = "cpu",
-        check: Annotated[
-            bool, typer.Option("--check", help="Compare logprobs of OUT and CHECKPOINT at the end.")
-        ] = False,
     ) -> None:
         """Write a block-FP8 checkpoint for stock vLLM and transformers.
 
@@ -47,16 +43,11 @@ def add_export(app: typer.Typer, plugins: PluginManager) -> None:
 
         Without --recipe and --config the recipe is CHECKPOINT's fp8rl_recipe.json, else
         FP8RL_RECIPE, else the default. KV scales come from the checkpoint or from --kv-scales.
-        Exit 1 if --check finds a difference.
         """
         # Here, because it imports torch.
         from fp8rl.export import check_device, plan_export, write_export
 
         check_device(device)
-        if check:
-            checkers = [a for a in plugins.engine_adapters() if a.check_export is not None]
-            if not checkers:
-                raise OptionError("--check needs vllm_fp8rl, which is not installed; leave it out.")
         console = Console()
         origin, loaded = _recipe_to_export(checkpoint, recipe, config, plugins)
         plan = plan_export(checkpoint, loaded, kv_scales=kv_scales, plugins=plugins)
@@ -69,14 +60,6 @@ def add_export(app: typer.Typer, plugins: PluginManager) -> None:
             write_export(plan, out, device=device, progress=lambda tensor: bar.advance(task))
         scales = f"with {len(plan.kv_scales)}" if plan.kv_scales else "without"
         console.print(f"'{out}' is written, {scales} KV scales.", markup=False, soft_wrap=True)
-        if check:
-            problems: list[str] = []
-            for adapter in checkers:
-                assert adapter.check_export is not None
-                found = adapter.check_export(checkpoint, out, loaded)
-                console.print(engine_table(adapter.name, found))
-                problems += found.problems
-            print_problems(console, problems)
 
 
 def _recipe_to_export(

@@ -12,11 +12,4 @@ from fp8rl.export.plan import check_device, plan_export
 from fp8rl.export.scales import wire_scale_name
 from fp8rl.export.write import write_export
 
-__all__ = [
-    "Export",
-    "check_device",
-    "left_alone",
-    "plan_export",
-    "wire_scale_name",
-    "write_export",
-]
+__all__ = ["Export", "check_device", "left_alone", "plan_export", "wire_scale_name", "write_export"]

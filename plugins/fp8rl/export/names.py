@@ -25,11 +25,7 @@ def with_verb(names: Sequence[str], one: str, many: str) -> str:
 def matrices(
     name: str, parts: Sequence[str], shape: Sequence[int]
 ) -> list[tuple[str, Sequence[int]]]:
-    """Return the weights in a stored tensor with their shapes.
-
-    Raises:
-        UnsupportedError: a tensor of all experts that cannot be split into these weights.
-    """
+    """Return the weights in a stored tensor with their shapes, or raise UnsupportedError."""
     if parts == [name]:
         return [(name, shape)]
     count = shape[0] if len(shape) == 3 else 0

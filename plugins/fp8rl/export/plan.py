@@ -130,12 +130,7 @@ def _beside(stored: Iterable[str], names: Iterable[str]) -> list[str]:
 
 
 def _served_spec(checkpoint: Path, config: Mapping[str, Any]) -> ModelSpec:
-    """Describe a model, and refuse one of which no BF16 rollout can be made FP8.
-
-    Raises:
-        UnsupportedError: it is of a kind that is not served.
-        ModelError: it is quantized already, or its config has values that no model has.
-    """
+    """Describe a model, and refuse one of which no BF16 rollout can be made FP8."""
     require_plain_weights(config, str(checkpoint))
     spec = folder_spec(checkpoint, config)
     reason = spec.refused(rollout=True, training=False)

@@ -33,11 +33,7 @@ def place_of(name: str) -> tuple[int, Role] | None:
 
 
 def read_scales(file: Path) -> dict[str, float]:
-    """Read KV scales from a JSON object or a safetensors file.
-
-    Raises:
-        ScaleError: the file cannot be read, or has a bad value.
-    """
+    """Read KV scales from a JSON object or a safetensors file; whatever is bad is a ScaleError."""
     try:
         if file.suffix == ".safetensors":
             source = WeightFile(file)
@@ -63,12 +59,7 @@ def read_scales(file: Path) -> dict[str, float]:
 
 
 def one_value_each(places: Mapping[str, WeightFile]) -> dict[str, float]:
-    """Read KV scales, by name, from the file of each.
-
-    Raises:
-        ModelError: the file was changed.
-        ScaleError: a scale that is not one value, or a bad one.
-    """
+    """Read KV scales, by name, from the file of each; ScaleError for a bad one."""
     scales = {}
     for name, file in places.items():
         shape = file.tensors[name].shape

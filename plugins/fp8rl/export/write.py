@@ -87,11 +87,7 @@ def _exists(out: Path) -> OptionError:
 
 
 def _write_weights(
-    export: Export,
-    folder: Path,
-    device: str,
-    shard_bytes: int,
-    progress: Callable[[str], None],
+    export: Export, folder: Path, device: str, shard_bytes: int, progress: Callable[[str], None]
 ) -> None:
     """Write the tensors in files of about ``shard_bytes``, and their index."""
     shard: dict[str, torch.Tensor] = {}

@@ -63,18 +63,14 @@ class GemmBackend(Protocol):
     ) -> str | None:
         """Return None if the backend serves the case, otherwise the reason why not."""
 
-    def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype, /) -> torch.Tensor:
         """``[tokens, in] x [out, in] -> [tokens, out]`` in ``dtype``, accumulated in float32."""
 
-    def dgrad(self, grad: Quantized, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def dgrad(self, grad: Quantized, w_t: Quantized, dtype: torch.dtype, /) -> torch.Tensor:
         """``[tokens, out] x [in, out] -> [tokens, in]`` in ``dtype``, accumulated in float32."""
 
     def wgrad(
-        self,
-        grad_t: Quantized,
-        x_t: Quantized,
-        dtype: torch.dtype,
-        out: torch.Tensor | None = None,
+        self, grad_t: Quantized, x_t: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """``[out, tokens] x [in, tokens] -> [out, in]`` in ``dtype``, accumulated in float32.
 
@@ -99,10 +95,12 @@ class GroupedBackend(Protocol):
     ) -> str | None:
         """Return None if the backend serves the case, otherwise the reason why not."""
 
-    def grouped_fprop(self, x: GroupedRows, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def grouped_fprop(self, x: GroupedRows, w: Quantized, dtype: torch.dtype, /) -> torch.Tensor:
         """``[expert_rows.tokens, out]``: ``[tokens, in] x [out, in]`` of each expert."""
 
-    def grouped_dgrad(self, grad: GroupedRows, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def grouped_dgrad(
+        self, grad: GroupedRows, w_t: Quantized, dtype: torch.dtype, /
+    ) -> torch.Tensor:
         """``[expert_rows.tokens, in]``: ``[tokens, out] x [in, out]`` of each expert."""
 
     def grouped_wgrad(

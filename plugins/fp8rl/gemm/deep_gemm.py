@@ -101,18 +101,16 @@ class DeepGemmBackend:
             return f"its kernels round to bfloat16, activations are {shape.dtype}"
         return self._library if isinstance(self._library, str) else None
 
-    def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        return self._by_blocks(x, w, dtype)
+    def fprop(self, a: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        out = a.codes.new_empty(a.codes.shape[0], w.codes.shape[0], dtype=torch.bfloat16)
+        assert dtype == out.dtype  # supports() came first
+        self._call(_side(a), (w.codes, w.scale_inv.contiguous()), out)
+        return out
 
-    def dgrad(self, grad: Quantized, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        return self._by_blocks(grad, w_t, dtype)
+    dgrad = fprop
 
     def wgrad(
-        self,
-        grad_t: Quantized,
-        x_t: Quantized,
-        dtype: torch.dtype,
-        out: torch.Tensor | None = None,
+        self, grad_t: Quantized, x_t: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         shape = (len(grad_t.codes), len(x_t.codes))
         # The kernel always adds to a float32 matrix.
@@ -146,11 +144,18 @@ class DeepGemmBackend:
             return f"its tiles were set to {alignment} rows, which may hold rows of two weights"
         return None
 
-    def grouped_fprop(self, x: GroupedRows, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        return self._by_rows(x, w, dtype)
+    def grouped_fprop(self, a: GroupedRows, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        rows, features = a.expert_rows.rows, w.codes.shape[1]
+        out = torch.empty(rows, features, dtype=torch.bfloat16, device=a.codes.device)
+        assert dtype == out.dtype  # supports_grouped() came first
+        experts = a.expert_rows.experts(out.device)
+        scaled = (a.codes, groups_outermost(a.scale_inv))
+        getattr(self._library, _BY_ROWS)(
+            scaled, (w.codes, w.scale_inv), out, experts, disable_ue8m0_cast=True
+        )
+        return place_boundaries(out, a.expert_rows)
 
-    def grouped_dgrad(self, grad: GroupedRows, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        return self._by_rows(grad, w_t, dtype)
+    grouped_dgrad = grouped_fprop
 
     def grouped_wgrad(
         self,
@@ -181,17 +186,6 @@ class DeepGemmBackend:
                 self.wgrad(grad_t.at(first), x_t.at(first), dtype, out[first])
         return out
 
-    def _by_rows(self, a: GroupedRows, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        rows, features = a.expert_rows.rows, w.codes.shape[1]
-        out = torch.empty(rows, features, dtype=torch.bfloat16, device=a.codes.device)
-        assert dtype == out.dtype  # supports_grouped() came first
-        experts = a.expert_rows.experts(out.device)
-        scaled = (a.codes, groups_outermost(a.scale_inv))
-        getattr(self._library, _BY_ROWS)(
-            scaled, (w.codes, w.scale_inv), out, experts, disable_ue8m0_cast=True
-        )
-        return place_boundaries(out, a.expert_rows)
-
     def _by_columns(
         self, a: GroupedColumns, b: GroupedColumns, first: int, total: torch.Tensor
     ) -> None:
@@ -211,12 +205,6 @@ class DeepGemmBackend:
         getattr(self._library, _BY_COLUMNS)(
             part(a), part(b), total, list(expert_rows.column_sizes[first:end]), sizes, total
         )
-
-    def _by_blocks(self, a: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        out = a.codes.new_empty(a.codes.shape[0], w.codes.shape[0], dtype=torch.bfloat16)
-        assert dtype == out.dtype  # supports() came first
-        self._call(_side(a), (w.codes, w.scale_inv.contiguous()), out)
-        return out
 
     def _call(self, a: tuple, b: tuple, out: torch.Tensor, **options: object) -> None:
         assert isinstance(self._library, ModuleType)  # supports() came first

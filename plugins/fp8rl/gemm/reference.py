@@ -64,11 +64,7 @@ class ReferenceBackend:
         return _matmul(dequantize_group(*grad), w).to(dtype)
 
     def wgrad(
-        self,
-        grad_t: Quantized,
-        x_t: Quantized,
-        dtype: torch.dtype,
-        out: torch.Tensor | None = None,
+        self, grad_t: Quantized, x_t: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         product = _matmul(dequantize_group(*grad_t), dequantize_group(*x_t).t()).to(dtype)
         return product if out is None else out.add_(product)

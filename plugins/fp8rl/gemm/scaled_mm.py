@@ -36,18 +36,23 @@ class ScaledMmBackend:
             return "needs a multiple of 4 tokens, for the alignment of the scales"
         return None
 
-    def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        return self._by_blocks(x, w, dtype)
+    def fprop(self, a: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        from torch.nn.functional import ScalingType, scaled_mm
 
-    def dgrad(self, grad: Quantized, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        return self._by_blocks(grad, w_t, dtype)
+        return scaled_mm(
+            a.codes,
+            w.codes.t(),
+            groups_outermost(a.scale_inv),
+            ScalingType.BlockWise1x128,
+            _padded(w.scale_inv).t(),
+            ScalingType.BlockWise128x128,
+            output_dtype=dtype,
+        )
+
+    dgrad = fprop
 
     def wgrad(
-        self,
-        grad_t: Quantized,
-        x_t: Quantized,
-        dtype: torch.dtype,
-        out: torch.Tensor | None = None,
+        self, grad_t: Quantized, x_t: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         from torch.nn.functional import ScalingType, scaled_mm
 
@@ -61,19 +66,6 @@ class ScaledMmBackend:
             output_dtype=dtype,
         )
         return product if out is None else out.add_(product)
-
-    def _by_blocks(self, a: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        from torch.nn.functional import ScalingType, scaled_mm
-
-        return scaled_mm(
-            a.codes,
-            w.codes.t(),
-            groups_outermost(a.scale_inv),
-            ScalingType.BlockWise1x128,
-            _padded(w.scale_inv).t(),
-            ScalingType.BlockWise128x128,
-            output_dtype=dtype,
-        )
 
 
 def groups_outermost(scale_inv: torch.Tensor) -> torch.Tensor:

@@ -1,21 +1,9 @@
 """The table that chooses a GEMM backend by architecture and direction.
 
-Hopper was measured on an H100 with the linear layers of Qwen3-8B at 8,192 tokens (milliseconds,
-summed over the four; raw data: ``benchmarks/results/megatron_linears_h100.json``). The order is the
-same for each of the four shapes:
-
-========== ========== ========== =======
-direction  deep_gemm  scaled_mm  triton
-========== ========== ========== =======
-fprop      2.60       2.77       5.18
-dgrad      2.62       2.87       5.19
-wgrad      4.10       3.80       slower
-wgrad_add  3.62       4.43       7.50
-========== ========== ========== =======
-
-The experts of Qwen3-30B-A3B take 0.41 ms (fprop of gate and up) with DeepGEMM's grouped kernel and
-9.6 ms or more with one call for each expert, so experts are served by grouped kernels or not at
-all.
+Hopper's order was measured on an H100 with the linear layers of Qwen3-8B
+(``benchmarks/results/megatron_linears_h100.json``); it is the same for each of the four shapes.
+Experts take DeepGEMM's grouped kernel 0.41 ms, and one call for each of them 9.6 ms or more, so
+that they are served by grouped kernels or not at all.
 
 Ada (sm_89) and Blackwell (sm_100 and later) were not measured: of the built-in backends Triton
 alone runs there, because cuBLASLt has 128-element blocks on Hopper only and the use of DeepGEMM
@@ -118,11 +106,7 @@ class BackendChoice:
     def pick_grouped(
         self, device: torch.device, shape: GroupedShape, module: str, direction: Direction = "fprop"
     ) -> GroupedBackend:
-        """Return the first backend in the order that serves all experts of a module in one call.
-
-        Raises:
-            UnsupportedError: none does; the message has the reason of each.
-        """
+        """Return the backend of all experts of a module in one call, as :meth:`pick`."""
         return self._first(device, shape, module, direction)
 
     def _first(self, device: torch.device, shape: Shape, module: str, direction: Direction) -> Any:

@@ -31,15 +31,10 @@ class TritonBackend:
     def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
         return _product(x, w, dtype, None, blocks=True)
 
-    def dgrad(self, grad: Quantized, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        return _product(grad, w_t, dtype, None, blocks=True)
+    dgrad = fprop
 
     def wgrad(
-        self,
-        grad_t: Quantized,
-        x_t: Quantized,
-        dtype: torch.dtype,
-        out: torch.Tensor | None = None,
+        self, grad_t: Quantized, x_t: Quantized, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         return _product(grad_t, x_t, dtype, out, blocks=False)
 

@@ -27,22 +27,12 @@ library's."""
 
 
 def implementation(x: torch.Tensor, kernels: str) -> ModuleType:
-    """Return the module whose functions serve the device of ``x``.
-
-    Args:
-        x: a tensor on a GPU or a CPU.
-        kernels: module of this package with the function to call, of which a CPU has another.
-    """
+    """Return the module whose functions serve the device of ``x``; ``kernels`` is a GPU's."""
     return reference if x.is_cpu else import_module(f"fp8rl.kernels.{kernels}")
 
 
 def require_served_ranks(what: str, ranks: int) -> None:
-    """Raise UnsupportedError for a tensor parallel size outside of :data:`EXACT_RANKS`.
-
-    Args:
-        what: name of the option.
-        ranks: its value.
-    """
+    """Raise UnsupportedError unless the option ``what`` is one of :data:`EXACT_RANKS`."""
     if ranks not in EXACT_RANKS:
         raise UnsupportedError(
             f"exact serves {what} {' or '.join(map(str, EXACT_RANKS))}, not {ranks}: the partial "

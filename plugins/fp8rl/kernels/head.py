@@ -17,16 +17,11 @@ FEW_WORDS = 8192
 
 
 def multiply(x: torch.Tensor, weight_t: torch.Tensor) -> torch.Tensor:
-    """Multiply rows with an output projection, :data:`ROWS` at a time.
-
-    The last block is filled with zeros.
+    """Return ``x @ weight_t`` ``[rows, N]``, by blocks of :data:`ROWS`, the last one with zeros.
 
     Args:
         x: ``[rows, K]``.
         weight_t: ``[K, N]``, the transposed weight.
-
-    Returns:
-        ``[rows, N]``.
     """
     rows = len(x)
     whole = rows - rows % ROWS

@@ -146,9 +146,8 @@ def rms_norm_quantize(
     Args:
         x: ``[M, K]``, bfloat16 or float16.
         residual: tensor of ``x``'s shape and dtype, or None.
-        weight: ``[K]``, the norm's weight.
-        epsilon: number added to the mean square.
-        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        weight, epsilon: see :func:`rms_norm`.
+        scale_format: of the codes.
 
     Returns:
         codes ``[M, K padded to 128]``, zeros behind K; scale_inv float32 ``[ceil(K / 128), M padded

@@ -1,5 +1,7 @@
 """The shared functions in plain torch, for a CPU: tests, and runs without a GPU.
 
+The modules of this package describe those that both devices have.
+
 Sums are in float64 and rounded once to the tensors' 16 bits, so that their order does not show.
 """
 
@@ -13,7 +15,6 @@ from fp8rl.recipe import ScaleFormat
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """See :func:`fp8rl.kernels.norm.rms_norm`."""
     wide = x.double()
     scale = (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     return (wide * scale * weight.double()).to(x.dtype)
@@ -22,7 +23,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`fp8rl.kernels.norm.add_rms_norm`."""
     total = x + residual
     return rms_norm(total, weight, epsilon), total
 
@@ -50,7 +50,6 @@ def rotate(
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     back: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`fp8rl.kernels.rotary.rotate`."""
     if norms is not None:
         query, key = rms_norm(query, norms[0], norms[2]), rms_norm(key, norms[1], norms[2])
     cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
@@ -108,7 +107,6 @@ def logprob_gradient(
     logsumexp: torch.Tensor,
     grad: torch.Tensor,
 ) -> torch.Tensor:
-    """See :func:`fp8rl.numerics.triton.logprobs.logprob_gradient`."""
     is_chosen = torch.arange(logits.shape[-1]) == target_ids[..., None]
     share = (logits.float() - row_max[..., None] - logsumexp[..., None]).exp()
     return ((is_chosen.float() - share) * grad[..., None]).to(logits.dtype)

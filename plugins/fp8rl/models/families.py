@@ -120,14 +120,10 @@ def _attention(
     norms_when: str = "",
     queries: str = "q",
 ) -> Block:
-    """Attention with grouped queries.
+    """Return attention with grouped queries.
 
-    Args:
-        qkv_bias: key of the config that gives q, k and v a bias.
-        o_bias: the same for the output projection.
-        norms: widths of the norms of queries and keys; None: there are none.
-        norms_when: key of the config without which these norms are missing.
-        queries: width of ``q_proj``.
+    ``qkv_bias`` and ``o_bias`` are keys of the config; ``norms`` are the widths of the norms of
+    queries and keys, which are missing without the key ``norms_when``; ``queries`` is a width.
     """
     q, k = norms or ("", "")
     modules = [
@@ -149,11 +145,7 @@ LATENT_ATTENTION = Block(
     modules=(
         Module("self_attn.q_proj", "qkv_proj", ("mla_q", "hidden"), when="!q_lora_rank"),
         Module(
-            "self_attn.q_a_proj",
-            "a_proj",
-            ("q_lora", "hidden"),
-            "attention_bias",
-            when="q_lora_rank",
+            "self_attn.q_a_proj", "a_proj", ("q_lora", "hidden"), "attention_bias", "q_lora_rank"
         ),
         Module("self_attn.q_a_layernorm", "norm", ("q_lora",), when="q_lora_rank"),
         Module("self_attn.q_b_proj", "b_proj", ("mla_q", "q_lora"), when="q_lora_rank"),
@@ -212,9 +204,7 @@ _WRAPPER, _VISION = "model.language_model.", ("model.visual",)
 LLAMA = Family("Llama", ("llama", "mistral"), _attention(), mlp_bias="mlp_bias")
 """Also stands for a config that does not say its type."""
 LLAMA_LIKE = replace(
-    LLAMA,
-    name="Llama-like",
-    model_types=("gemma", "granite", "ministral", "ministral3", "smollm3"),
+    LLAMA, name="Llama-like", model_types=("gemma", "granite", "ministral", "ministral3", "smollm3")
 )
 """Other models whose tensors have the names and shapes of Llama's."""
 ARCEE = replace(LLAMA, name="Arcee", model_types=("arcee",), mlp=("up_proj", "down_proj"))
@@ -240,10 +230,7 @@ GEMMA2 = Family(
     missing=_OTHER_NORMS,
 )
 GEMMA3 = replace(
-    GEMMA2,
-    name="Gemma-3",
-    model_types=("gemma3_text",),
-    attention=_attention(norms=_HEAD_NORMS),
+    GEMMA2, name="Gemma-3", model_types=("gemma3_text",), attention=_attention(norms=_HEAD_NORMS)
 )
 """Text alone."""
 COHERE = Family(
@@ -275,10 +262,7 @@ QWEN2 = Family("Qwen2", ("qwen2",), _attention(qkv_bias="always", o_bias=""))
 QWEN3 = Family("Qwen3", ("qwen3",), _attention(norms=_HEAD_NORMS))
 QWEN3_MOE = Family("Qwen3-MoE", ("qwen3_moe",), _attention(norms=_HEAD_NORMS), experts=EXPERTS)
 QWEN2_MOE = Family(
-    "Qwen2-MoE",
-    ("qwen2_moe",),
-    _attention(qkv_bias="qkv_bias", o_bias=""),
-    experts=SHARED_EXPERT,
+    "Qwen2-MoE", ("qwen2_moe",), _attention(qkv_bias="qkv_bias", o_bias=""), experts=SHARED_EXPERT
 )
 MIXTRAL = Family(
     "Mixtral",
@@ -288,10 +272,7 @@ MIXTRAL = Family(
     missing={"training": "experts named w1, w2 and w3"},
 )
 DEEPSEEK_V2 = Family(
-    "DeepSeek-V2",
-    ("deepseek_v2",),
-    LATENT_ATTENTION,
-    experts=replace(DEEPSEEK_EXPERTS, bias=""),
+    "DeepSeek-V2", ("deepseek_v2",), LATENT_ATTENTION, experts=replace(DEEPSEEK_EXPERTS, bias="")
 )
 DEEPSEEK_V3 = Family(
     "DeepSeek-V3",
@@ -326,11 +307,7 @@ QWEN3_5_MOE = replace(
     QWEN3_5, name="Qwen3.5-MoE", model_types=("qwen3_5_moe_text",), experts=SHARED_EXPERT
 )
 QWEN3_VL = Family(
-    "Qwen3-VL",
-    ("qwen3_vl_text",),
-    _attention(norms=_HEAD_NORMS),
-    wrapper=_WRAPPER,
-    towers=_VISION,
+    "Qwen3-VL", ("qwen3_vl_text",), _attention(norms=_HEAD_NORMS), wrapper=_WRAPPER, towers=_VISION
 )
 FAMILIES = (
     *(LLAMA, QWEN2, QWEN3, LLAMA_LIKE, ARCEE, SEED_OSS, ERNIE4_5),
@@ -372,14 +349,7 @@ WIDTH_KEYS: dict[str, tuple[str, ...]] = {
 def mlp_modules(
     block: str, leaves: tuple[str, ...], width: str, bias: str = ""
 ) -> Iterator[Module]:
-    """Yield the linears of an MLP.
-
-    Args:
-        block: name of the MLP within the layer.
-        leaves: names of its linears, the last one down.
-        width: name of its intermediate size.
-        bias: as :attr:`Module.bias`.
-    """
+    """Yield the linears of an MLP, named ``leaves``, the last one down, ``width`` wide within."""
     kind: ModuleKind
     for leaf in leaves:
         down = leaf == leaves[-1]

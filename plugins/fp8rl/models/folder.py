@@ -25,11 +25,7 @@ RECIPE_FILE = "fp8rl_recipe.json"
 
 
 def local_folder(model: str, *, weights: bool = True) -> Path:
-    """Return the folder of a model, after a download if it is a name on the hub.
-
-    Args:
-        model: a folder, or a name on Hugging Face's hub.
-        weights: download them too.
+    """Return the folder of a model, after a download, with weights or without, if it is a name.
 
     Raises:
         ModelError: there is no such folder, and the hub gives no such model, or no access to it.
@@ -239,15 +235,7 @@ def end_tokens(folder: Path, own: int | None) -> list[int]:
 
 
 def require_plain_weights(config: Mapping[str, Any], model: str) -> None:
-    """Refuse a model whose weights are quantized: an engine would not run it in BF16.
-
-    Args:
-        config: the whole values of its ``config.json`` (:func:`folder_config`).
-        model: its folder or name, for the message.
-
-    Raises:
-        ModelError: it is quantized.
-    """
+    """Raise ModelError for a ``config.json`` of a quantized model, not to be run in BF16."""
     for part in (config, config.get("text_config") or {}):
         for key in ("quantization_config", "compression_config"):  # vLLM reads both
             if part.get(key):
@@ -270,11 +258,7 @@ def _readable(folder: Path) -> Iterator[None]:
 
 
 def folder_spec(folder: Path, values: Mapping[str, Any] | None = None) -> ModelSpec:
-    """Describe the model of a folder.
-
-    Args:
-        folder: folder of the model.
-        values: of its config, where they have been read (:func:`folder_config`).
+    """Describe the model of a folder, by the values of its config where they have been read.
 
     Raises:
         ModelError: see :func:`folder_config`; or a key that is missing, or has a value that no

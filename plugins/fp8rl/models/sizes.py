@@ -86,13 +86,7 @@ class Sizes:
         return GemmShape(0, rows, self._shape(first)[1])
 
     def bytes(self, rows: Sequence[PinRow], itemsize: int, kv_dtype: KVDtype) -> Bytes:
-        """Return the bytes of one rank.
-
-        Args:
-            rows: resolved table of all modules on the rank.
-            itemsize: bytes of an element in the model's dtype.
-            kv_dtype: of the KV cache.
-        """
+        """Return the bytes of a rank with these modules, whose dtype has ``itemsize`` bytes."""
         fp8 = [row for row in rows if row.precision == "fp8"]
         codes = self._sum(fp8, math.prod)
         scales = 4 * self._sum(fp8, lambda shape: math.prod(map(cdiv, shape, BLOCK)))
@@ -103,13 +97,7 @@ class Sizes:
     def kv_per_token(
         self, itemsize: int, kv_dtype: KVDtype, rows: Sequence[PinRow] | None = None
     ) -> int:
-        """Return the bytes of one token in the KV cache of one rank.
-
-        Args:
-            itemsize: bytes of an element in the model's dtype.
-            kv_dtype: of the KV cache.
-            rows: resolved table of all modules on the rank. None: the rank has all layers.
-        """
+        """Return the bytes of one token in the KV cache of one rank, which has ``rows``, or all."""
         latent = self._spec.family.attention.kv == "latent"
         each = self._widths["kv_a"] if latent else 2 * self.kv_heads * self.head_size
         each *= itemsize if kv_dtype == "auto" else 1
@@ -152,21 +140,15 @@ class Sizes:
         return total + experts // (self._expert_ranks or 1)
 
     def _parameters(self, rows: Sequence[PinRow], *, float32: bool = False) -> int:
-        """Count the elements of the tensors beside the modules in the layers of these rows.
+        """Count the elements of the tensors beside the modules, or of those kept in ``float32``.
 
-        Args:
-            rows: a layer counts where its first norm is among them.
-            float32: only those that stay in float32.
+        A layer counts where its first norm is among the rows.
         """
-        layers = [
-            row.layer
-            for row in rows
-            if row.layer is not None and row.name.endswith(".input_layernorm")
-        ]
         return sum(
             math.prod(self._widths[width] for width in parameter.shape)
-            for layer in layers
-            for parameter in self._spec.layers[layer].parameters
+            for row in rows
+            if row.layer is not None and row.name.endswith(".input_layernorm")
+            for parameter in self._spec.layers[row.layer].parameters
             if parameter.float32 or not float32
         )
 
@@ -186,11 +168,7 @@ class Sizes:
             return spec.numbers.get(key, 0)
 
         expert = get(spec.family.experts.width) if spec.family.experts else 0
-        nope, rope, value = (
-            get("qk_nope_head_dim"),
-            get("qk_rope_head_dim"),
-            get("v_head_dim"),
-        )
+        nope, rope, value = (get("qk_nope_head_dim"), get("qk_rope_head_dim"), get("v_head_dim"))
         gdn_k = get("linear_num_key_heads") * get("linear_key_head_dim")
         gdn_v = get("linear_num_value_heads") * get("linear_value_head_dim")
         return {

@@ -216,12 +216,7 @@ class ModelSpec:
         return value_of(self.text, key, default)
 
     def refused(self, *, rollout: bool, training: bool) -> str | None:
-        """Say why the model cannot run in FP8; None if nothing speaks against it.
-
-        Args:
-            rollout: the rollout engine is to run it in FP8.
-            training: the trainer is to run it in FP8.
-        """
+        """Say why rollout engine or trainer cannot run the model in FP8; None if they can."""
         if not (rollout or training):
             return None
         kind = self.model_type or "no model_type"

@@ -1,4 +1,10 @@
-"""The public functions: check the arguments, then call the reference or the Triton kernels."""
+"""The public functions: check the arguments, then call the reference or the Triton kernels.
+
+All that quantize take bfloat16, float16 or float32, and a ``scale_format``: ``fp32``, or ``pow2``
+for scales that are powers of two. They raise UnsupportedError for a wrong dtype, rank or scale
+format. Codes are ``float8_e4m3fn``, ``scale_inv`` is float32, both without autograd. Operands have
+two sides: ``rowwise`` and ``columnwise`` say which are made; the other is None.
+"""
 
 from __future__ import annotations
 
@@ -47,24 +53,17 @@ def implementation(x: torch.Tensor, kernels: str = "quantize") -> ModuleType:
 
 
 def quantize_block(
-    w: torch.Tensor,
-    block: tuple[int, int] = BLOCK,
-    scale_format: ScaleFormat = "fp32",
+    w: torch.Tensor, block: tuple[int, int] = BLOCK, scale_format: ScaleFormat = "fp32"
 ) -> Quantized:
     """Quantize a weight in blocks.
 
     Args:
-        w: ``[N, K]``, bfloat16, float16 or float32, any strides. Partial blocks at the ends are
-            padded with zeros.
+        w: ``[N, K]``, any strides. Partial blocks at the ends are padded with zeros.
         block: number of rows and columns of a block.
-        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        scale_format: see the module.
 
     Returns:
-        codes ``float8_e4m3fn [N, K]`` contiguous, scale_inv ``float32 [ceil(N/128), ceil(K/128)]``,
-        both without autograd.
-
-    Raises:
-        UnsupportedError: wrong dtype, rank or scale format.
+        codes ``[N, K]`` contiguous, scale_inv ``[ceil(N/128), ceil(K/128)]``.
     """
     check_source(w, ndim=2, scale_format=scale_format)
     return implementation(w).quantize_block(w.detach(), block, scale_format)
@@ -82,12 +81,11 @@ def quantize_blocks(
         jobs: pairs ``(w, out)``: a weight as for :func:`quantize_block`, and contiguous tensors to
             write to, all on one device; no two may write to the same memory.
         block: number of rows and columns of a block.
-        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        scale_format: see the module.
         stacks: more weights on that device, with the stacks of matrices to write to.
 
     Raises:
-        UnsupportedError: wrong dtype, rank or scale format, or an ``out`` that does not fit;
-            nothing is written then.
+        UnsupportedError: also for an ``out`` that does not fit; nothing is written then.
     """
     some = list(jobs)  # with one weight of each kind: a model has thousands of experts
     for weights, out, at in stacks:
@@ -113,16 +111,12 @@ def quantize_group(
     """Quantize activations or gradients in groups along the last dimension.
 
     Args:
-        x: ``[..., K]``, bfloat16, float16 or float32. A partial last group is padded with zeros.
+        x: ``[..., K]``. A partial last group is padded with zeros.
         group: number of elements of a group.
-        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        scale_format: see the module.
 
     Returns:
-        codes ``float8_e4m3fn [..., K]`` contiguous, scale_inv ``float32 [..., ceil(K/group)]``,
-        both without autograd.
-
-    Raises:
-        UnsupportedError: wrong dtype, rank or scale format.
+        codes ``[..., K]`` contiguous, scale_inv ``[..., ceil(K/group)]``.
     """
     check_source(x, ndim=None, scale_format=scale_format)
     return implementation(x).quantize_group(x.detach(), group, scale_format)
@@ -141,19 +135,16 @@ def quantize_operand(
     overflow survives the product.
 
     Args:
-        x: ``[N, K]``, bfloat16, float16 or float32.
-        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        x: ``[N, K]``.
+        scale_format: see the module.
         rowwise: make the codes in groups along K.
         columnwise: make the codes in groups along N.
 
     Returns:
-        rowwise: codes ``float8_e4m3fn [N, K']``, scale_inv ``float32 [N, ceil(K/128)]``.
-        columnwise: codes ``[K, N']``, scale_inv ``[K, ceil(N/128)]``. A GPU pads K' and N' to a
-        multiple of 128 with zero codes, which add nothing to a product; elsewhere they are K and N.
-        The strides of scale_inv depend on the implementation.
-
-    Raises:
-        UnsupportedError: wrong dtype, rank or scale format.
+        rowwise: codes ``[N, K']``, scale_inv ``[N, ceil(K/128)]``. columnwise: codes ``[K, N']``,
+        scale_inv ``[K, ceil(N/128)]``. A GPU pads K' and N' to a multiple of 128 with zero codes,
+        which add nothing to a product; elsewhere they are K and N. The strides of scale_inv depend
+        on the implementation.
     """
     check_source(x, ndim=2, scale_format=scale_format)
     kernels = implementation(x, "dual")
@@ -172,19 +163,10 @@ def quantize_weight(
     Both sides hold the same codes and scales: those of :func:`quantize_block`, except that a
     non-finite weight gives a NaN code (0x7F).
 
-    Args:
-        w: ``[N, K]``, bfloat16, float16 or float32.
-        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
-        rowwise: make the codes ``[N, K]``.
-        columnwise: make the codes ``[K, N]``; a CPU returns views of the rowwise codes.
-
     Returns:
-        rowwise: codes ``float8_e4m3fn [N, K']``, scale_inv ``float32 [ceil(N/128),
-        ceil(K/128)]``; columnwise: codes ``[K, N']``, scales transposed. K' and N' are as in
+        rowwise: codes ``[N, K']``, scale_inv ``[ceil(N/128), ceil(K/128)]``; columnwise: codes
+        ``[K, N']``, scales transposed, on a CPU views of the others. K' and N' are as in
         :func:`quantize_operand`.
-
-    Raises:
-        UnsupportedError: wrong dtype, rank or scale format.
     """
     check_source(w, ndim=2, scale_format=scale_format)
     kernels = implementation(w, "dual")
@@ -207,19 +189,16 @@ def quantize_grouped(
     """Apply :func:`quantize_operand` to each expert's rows, in one launch.
 
     Args:
-        x: ``[tokens, K]``, bfloat16, float16 or float32, the rows of expert 0 first.
+        x: ``[tokens, K]``, the rows of expert 0 first.
         expert_rows: which rows belong to which expert; its alignment is :func:`row_alignment` of
-            the device.
-        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+            the device. One that does not fit ``x`` is an UnsupportedError.
+        scale_format: see the module.
         rowwise: make the codes in groups along K.
         columnwise: make the codes in groups along each expert's rows.
 
     Returns:
-        The rowwise and the columnwise side, or None. Each expert's part has the codes and scales
-        of :func:`quantize_operand` on its rows alone; padded rows of the columnwise side are zeros.
-
-    Raises:
-        UnsupportedError: wrong dtype, rank or scale format, or expert_rows that do not fit ``x``.
+        Both sides. Each expert's part has the codes and scales of :func:`quantize_operand` on its
+        rows alone; padded rows of the columnwise side are zeros.
     """
     check_source(x, ndim=2, scale_format=scale_format)
     kernels = implementation(x, "grouped")
@@ -245,18 +224,16 @@ def quantize_weights(
     It takes one launch a side on a GPU.
 
     Args:
-        weights: at least one weight ``[N, K]``, all of one shape, dtype and device.
-        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        weights: at least one weight ``[N, K]``, all of one shape, dtype and device; others are an
+            UnsupportedError.
+        scale_format: see the module.
         rowwise: make the codes ``[E, N, K]``.
-        columnwise: make the codes ``[E, K, N]``; a CPU returns views of the rowwise codes.
+        columnwise: make the codes ``[E, K, N]``.
         known: the addresses of the module's weights, which saves a GPU their copy in each call.
 
     Returns:
-        rowwise: codes ``float8_e4m3fn [E, N, K]``, scale_inv ``float32 [E, ceil(N/128),
-        ceil(K/128)]``; columnwise: both with the last two dimensions transposed.
-
-    Raises:
-        UnsupportedError: wrong dtype, rank or scale format, or weights that differ in shape.
+        rowwise: codes ``[E, N, K]``, scale_inv ``[E, ceil(N/128), ceil(K/128)]``; columnwise: both
+        with the last two dimensions transposed, on a CPU as views.
     """
     if len({(w.shape, w.dtype, w.device) for w in weights}) != 1:
         shapes = sorted({f"{tuple(w.shape)} {w.dtype} on {w.device}" for w in weights})
@@ -312,17 +289,8 @@ def quantize_swiglu(
     if ``h`` is bfloat16, K a multiple of 128, and rows are contiguous and aligned to 8 bytes. For
     other K a GPU takes two kernels, the first with the bits of the rollout's.
 
-    Args:
-        h: ``[N, 2 K]``, bfloat16, float16 or float32, gate and up side by side.
-        scale_format: see :func:`quantize_operand`.
-        rowwise: see :func:`quantize_operand`.
-        columnwise: see :func:`quantize_operand`.
-
-    Returns:
-        The result of :func:`quantize_operand` for ``[N, K]``.
-
-    Raises:
-        UnsupportedError: wrong dtype, rank or scale format, or an odd width.
+    ``h`` is ``[N, 2 K]``, gate and up side by side, and the result that of ``[N, K]``. An odd width
+    is an UnsupportedError.
     """
     _check_halves(h, scale_format)
     kernels = implementation(h, "swiglu")
@@ -339,19 +307,8 @@ def quantize_swiglu_grad(
 ) -> Operand:
     """Apply :func:`quantize_operand` to the gradient of ``h``; see :func:`quantize_swiglu`.
 
-    Args:
-        grad: ``[N, K]`` of ``h``'s dtype, the gradient of ``silu(gate) * up``; the one kernel needs
-            it contiguous.
-        h: see :func:`quantize_swiglu`.
-        scale_format: see :func:`quantize_operand`.
-        rowwise: see :func:`quantize_operand`.
-        columnwise: see :func:`quantize_operand`.
-
-    Returns:
-        The result of :func:`quantize_operand` for ``[N, 2 K]``.
-
-    Raises:
-        UnsupportedError: wrong dtype, rank, shape or scale format.
+    ``grad`` is ``[N, K]`` of ``h``'s dtype, the gradient of ``silu(gate) * up``; the one kernel
+    needs it contiguous. The result is that of ``[N, 2 K]``.
     """
     _check_halves(h, scale_format)
     if grad.shape != (h.shape[0], h.shape[1] // 2) or grad.dtype != h.dtype:
@@ -384,9 +341,6 @@ def amax_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         out: float32 ``[len(tensors)]``, contiguous, without negative numbers. A tensor with a NaN
             gives NaN, and NaN stays NaN.
         tensors: floating point, any shapes and strides; an empty tensor changes nothing.
-
-    Raises:
-        UnsupportedError: ``out`` has another dtype, shape or stride.
     """
     if out.dtype != torch.float32 or out.shape != (len(tensors),) or not out.is_contiguous():
         raise UnsupportedError(
@@ -402,11 +356,7 @@ def dequantize_block(
     block: tuple[int, int] = BLOCK,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Invert :func:`quantize_block`: ``codes * scale_inv`` in float32, cast to ``dtype``.
-
-    Raises:
-        UnsupportedError: codes are not 2-D E4M3, or scale_inv is not float32 of their block grid.
-    """
+    """Invert :func:`quantize_block`: ``codes * scale_inv`` in float32, cast to ``dtype``."""
     check_codes(codes, ndim=2)
     n, k = codes.shape
     check_scale_shape(scale_inv, (cdiv(n, block[0]), cdiv(k, block[1])))
@@ -419,11 +369,7 @@ def dequantize_group(
     group: int = GROUP,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Invert :func:`quantize_group`: ``codes * scale_inv`` in float32, cast to ``dtype``.
-
-    Raises:
-        UnsupportedError: codes are not E4M3, or scale_inv is not float32 of their groups.
-    """
+    """Invert :func:`quantize_group`: ``codes * scale_inv`` in float32, cast to ``dtype``."""
     check_codes(codes, ndim=None)
     check_scale_shape(scale_inv, (*codes.shape[:-1], cdiv(codes.shape[-1], group)))
     return reference.dequantize_group(codes, scale_inv, group, dtype)
@@ -448,7 +394,7 @@ def fake_quantize_kv(
     apart, as in a slice of a packed QKV projection, are read in place.
 
     Args:
-        k: ``[.., head size]``, bfloat16, float16 or float32, any strides.
+        k: ``[.., head size]``, any strides.
         v: as ``k``; the shape may differ.
         scales: float32 ``[2]`` on their device, the scales of ``k`` and ``v``, contiguous.
         clipped: int64 ``[2]`` on their device, contiguous; the numbers of values of ``k`` and ``v``
@@ -456,9 +402,6 @@ def fake_quantize_kv(
 
     Returns:
         Both as new contiguous tensors, without autograd.
-
-    Raises:
-        UnsupportedError: wrong dtype or rank, or ``scales`` or ``clipped`` that do not fit.
     """
     for x in (k, v):
         check_source(x, ndim=None, scale_format="fp32")
@@ -482,20 +425,8 @@ def fake_quantize_int8_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tenso
     in prompts; its kernel of decodes multiplies the codes themselves, which differs by at most
     2**-8 of a value in bfloat16.
 
-    On a GPU one launch reads and writes both once, without synchronizing, as in
-    :func:`fake_quantize_kv`.
-
-    Args:
-        k: ``[.., head size]``, bfloat16, float16 or float32, any strides. The last dimension is a
-            row.
-        v: as ``k``; the shape may differ.
-
-    Returns:
-        Both as new contiguous tensors, without autograd. A row with a value that is not finite is
-        NaN.
-
-    Raises:
-        UnsupportedError: wrong dtype or rank.
+    Arguments and result are as in :func:`fake_quantize_kv`; the last dimension is a row, and one
+    with a value that is not finite becomes NaN.
     """
     for x in (k, v):
         check_source(x, ndim=None, scale_format="fp32")

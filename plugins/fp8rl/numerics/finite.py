@@ -73,13 +73,9 @@ def _finite_in_parts(tensor: torch.Tensor, limit: float) -> bool:
 
 
 def largest_bits(dtype: torch.dtype, limit: float) -> int:
-    """The bits of the largest finite number up to ``limit``, as an integer.
+    """Return the bits of the largest finite number up to a positive limit, as an integer.
 
     The bits of positive numbers have the order of the numbers; infinity and NaN come last.
-
-    Args:
-        dtype: bfloat16, float16, float32 or float8_e4m3fn, for which the limit does not apply.
-        limit: positive number.
     """
     if dtype == FP8_DTYPE:
         return 0x7E

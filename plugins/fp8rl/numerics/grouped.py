@@ -178,12 +178,8 @@ class LastExpertRows:
     ) -> ExpertRows:
         """Return rows for these arguments of :class:`ExpertRows`, the last ones if they fit.
 
-        Args:
-            splits: as for :class:`ExpertRows`.
-            alignment: as for :class:`ExpertRows`.
-            order: as for :class:`ExpertRows`.
-            stream: CUDA stream of the product. On another one the tables may not have been copied
-                yet, and their memory may be used again while a kernel reads them.
+        On another CUDA ``stream`` than the product's the tables may not have been copied yet, and
+        their memory may be used again while a kernel reads them.
         """
         key = tuple(splits), alignment, tuple(order)
         last, its_stream = self._last
@@ -200,13 +196,7 @@ class Addresses:
         self._last: tuple[tuple[list[int], torch.device, int], torch.Tensor] | None = None
 
     def on_device(self, addresses: list[int], device: torch.device, stream: int) -> torch.Tensor:
-        """Return the addresses as an int64 tensor on ``device``.
-
-        Args:
-            addresses: of each weight.
-            device: a GPU.
-            stream: CUDA stream of the kernel that reads them, as for :meth:`LastExpertRows.of`.
-        """
+        """Return the addresses as an int64 tensor on ``device``, for a kernel on ``stream``."""
         key = addresses, device, stream
         if self._last is None or self._last[0] != key:
             self._last = key, on_device(torch.tensor(addresses, dtype=torch.int64), device)

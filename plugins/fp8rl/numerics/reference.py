@@ -1,4 +1,7 @@
-"""The torch reference: plain float32 operations on any device, checked against float64 in tests."""
+"""The torch reference: plain float32 operations on any device, checked against float64 in tests.
+
+Functions that :mod:`fp8rl.numerics` has too are described there.
+"""
 
 from __future__ import annotations
 
@@ -73,12 +76,8 @@ def _decode(codes: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_block(
-    w: torch.Tensor,
-    block: tuple[int, int],
-    scale_format: ScaleFormat,
-    out: Quantized | None = None,
+    w: torch.Tensor, block: tuple[int, int], scale_format: ScaleFormat, out: Quantized | None = None
 ) -> Quantized:
-    """See :func:`fp8rl.numerics.quantize_block`."""
     (n, k), (bn, bk) = w.shape, block
     rows, cols = cdiv(n, bn), cdiv(k, bk)
     padded = _pad(w.float(), (0, cols * bk - k, 0, rows * bn - n))
@@ -98,7 +97,6 @@ def quantize_blocks(
     scale_format: ScaleFormat,
     stacks: Sequence[Stacked] = (),
 ) -> None:
-    """See :func:`fp8rl.numerics.quantize_blocks`."""
     for w, out in jobs:
         quantize_block(w.detach(), block, scale_format, out)
     for weights, (codes, scale_inv), at in stacks:
@@ -108,7 +106,6 @@ def quantize_blocks(
 
 
 def quantize_group(x: torch.Tensor, group: int, scale_format: ScaleFormat) -> Quantized:
-    """See :func:`fp8rl.numerics.quantize_group`."""
     k = x.shape[-1]
     groups = cdiv(k, group)
     padded = _pad(x.float(), (0, groups * group - k))
@@ -131,7 +128,6 @@ def mark_inf(x: torch.Tensor) -> torch.Tensor:
 def quantize_operand(
     x: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
-    """See :func:`fp8rl.numerics.quantize_operand`."""
     x = mark_inf(x)
     return Operand(
         quantize_group(x, GROUP, scale_format) if rowwise else None,
@@ -142,7 +138,6 @@ def quantize_operand(
 def quantize_weight(
     w: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
-    """See :func:`fp8rl.numerics.quantize_weight`."""
     codes, scale_inv = quantize_block(mark_inf(w), BLOCK, scale_format)
     return Operand(
         Quantized(codes, scale_inv) if rowwise else None,
@@ -161,7 +156,6 @@ def quantize_grouped(
     rowwise: bool,
     columnwise: bool,
 ) -> tuple[GroupedRows | None, GroupedColumns | None]:
-    """See :func:`fp8rl.numerics.quantize_grouped`."""
     x = mark_inf(x)
     by_rows = by_columns = None
     if rowwise:
@@ -186,7 +180,6 @@ def quantize_weights(
     columnwise: bool,
     known: Addresses,
 ) -> Operand:
-    """See :func:`fp8rl.numerics.quantize_weights`."""
     made = [quantize_block(mark_inf(w), BLOCK, scale_format) for w in weights]
     codes = torch.stack([q.codes.view(torch.uint8) for q in made]).view(FP8_DTYPE)
     scale_inv = torch.stack([q.scale_inv for q in made])
@@ -197,7 +190,6 @@ def quantize_weights(
 
 
 def place_boundaries(y: torch.Tensor, expert_rows: ExpertRows) -> None:
-    """See :func:`fp8rl.numerics.place_boundaries`."""
     for _, start, rows, place in expert_rows.boundaries:
         y[start : start + rows] = y[place : place + rows]
 
@@ -219,25 +211,18 @@ def swiglu_grad(grad: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
 def quantize_swiglu(
     h: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
-    """See :func:`fp8rl.numerics.quantize_swiglu`."""
     return quantize_operand(swiglu(h), scale_format, rowwise, columnwise)
 
 
 def quantize_swiglu_grad(
-    grad: torch.Tensor,
-    h: torch.Tensor,
-    scale_format: ScaleFormat,
-    rowwise: bool,
-    columnwise: bool,
+    grad: torch.Tensor, h: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
-    """See :func:`fp8rl.numerics.quantize_swiglu_grad`."""
     return quantize_operand(swiglu_grad(grad, h), scale_format, rowwise, columnwise)
 
 
 def dequantize_block(
     codes: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """See :func:`fp8rl.numerics.dequantize_block`."""
     (n, k), (bn, bk) = codes.shape, block
     factors = scale_inv.repeat_interleave(bn, 0)[:n].repeat_interleave(bk, 1)[:, :k]
     return _decode(codes).mul_(factors).to(dtype)
@@ -246,7 +231,6 @@ def dequantize_block(
 def dequantize_group(
     codes: torch.Tensor, scale_inv: torch.Tensor, group: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """See :func:`fp8rl.numerics.dequantize_group`."""
     factors = scale_inv.repeat_interleave(group, -1)[..., : codes.shape[-1]]
     return _decode(codes).mul_(factors).to(dtype)
 
@@ -254,7 +238,6 @@ def dequantize_group(
 def fake_quantize_kv(
     k: torch.Tensor, v: torch.Tensor, scales: torch.Tensor, clipped: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`fp8rl.numerics.fake_quantize_kv`."""
     made = []
     for x, scale, cell in zip((k, v), scales, clipped, strict=True):
         scaled = x.contiguous().float() / scale
@@ -266,7 +249,6 @@ def fake_quantize_kv(
 
 
 def fake_quantize_int8_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`fp8rl.numerics.fake_quantize_int8_kv`."""
     key, value = (dequantize_int8(*quantize_int8(x), x.dtype) for x in (k, v))
     return key, value
 
@@ -289,7 +271,6 @@ def dequantize_int8(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 
 
 def amax_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """See :func:`fp8rl.numerics.amax_into`."""
     for cell, x in zip(out, tensors, strict=True):
         if x.numel():
             # The norm keeps NaN and needs no copy of |x|.

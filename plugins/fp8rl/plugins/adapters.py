@@ -101,9 +101,6 @@ class EngineAdapter:
     ``NAME-environments`` of the doctor."""
     recipe_of: Callable[[Path], Recipe] | None = None
     """Read the recipe of the rollouts from a config of the engine."""
-    check_export: Callable[[Path, Path, Recipe], Diagnosis] | None = None
-    """Compare an exported folder (the second one) with the checkpoint that it was made from: say
-    in ``facts`` what was compared, and in ``problems`` what differs. It may start the engine."""
     record_exact: Callable[[ExactRequest], None] | None = None
     """Sample from the prompts, and write down what each module took and gave. It starts the
     engine."""

@@ -174,11 +174,7 @@ class _Fp8GroupedFunction(torch.autograd.Function):
 
 
 def _check_rows(product: torch.Tensor, call: _GroupedCall, backend: GroupedBackend) -> None:
-    """Refuse a product with other rows than one for each token.
-
-    Raises:
-        UnsupportedError: naming the module and the backend.
-    """
+    """Raise UnsupportedError for a product with other rows than one for each token."""
     if len(product) != sum(call.splits):
         raise UnsupportedError(
             f"GEMM backend '{backend.name}' returned {len(product)} rows for the "

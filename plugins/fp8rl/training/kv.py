@@ -33,7 +33,7 @@ class AmaxTable:
 
     Args:
         num_layers: decoder layers of the whole model.
-        layers: global numbers of those with keys and values, on all ranks.
+        layers: see :attr:`layers`.
         device: where activations are.
     """
 
@@ -73,13 +73,7 @@ class AmaxTable:
     def scales(
         self, margin: float, group: torch.distributed.ProcessGroup | None = None
     ) -> dict[str, Tensor]:
-        """Return KV-cache scales by name, the same on every rank; a collective like :meth:`amax`.
-
-        Args:
-            margin: headroom, at least 1; see :func:`fp8rl.kv_scales.scales_from_amax`.
-
-        Returns:
-            name -> float32 ``[1]`` on the CPU, as :func:`fp8rl.kv_scales.scales_from_amax`.
+        """Return :func:`fp8rl.kv_scales.scales_from_amax` of :meth:`amax`, the same on every rank.
 
         Raises:
             ScaleError: on every rank, if a layer saw no token, or a NaN or infinite activation.
@@ -92,9 +86,7 @@ class AmaxTable:
 
     def close(self) -> None:
         """Remove the hooks; what was seen stays readable."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        _remove(self._handles)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's table on the CPU: ``{"amax": float32 [num_layers, 3]}``.
@@ -240,18 +232,12 @@ class RoundedKV:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _count(self, key: Tensor, value: Tensor) -> None:
-        self._seen[0] += key.numel()
-        self._seen[1] += value.numel()
+        _remove(self._handles)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCache:
-    """What the attention of one layer needs to see K and V as the cache holds them."""
+    """Attention of one layer over K and V as the cache holds them."""
 
     cache: RoundedKV
     scales: Tensor | None
@@ -267,13 +253,20 @@ class LayerCache:
     def count(self, key: Tensor, value: Tensor) -> None:
         """Count values that are quantized, for the share of clipped ones."""
         if self.scales is not None:
-            self.cache._count(key, value)
+            self.cache._seen[0] += key.numel()
+            self.cache._seen[1] += value.numel()
 
     def rounded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return K and V as the cache holds them, with the gradient of the identity."""
         if self.scales is None:
             return _RoundedToInt8.apply(key, value)
         return _RoundedToE4M3.apply(key, value, self.scales, self.clipped)
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 def check_dtype(dtype: KVDtype) -> None:

@@ -187,9 +187,7 @@ def gate_up_layout(rows: int, *, apart: bool = False) -> RowLayout:
 def delta_net_layout(key_rows: int, value_rows: int) -> RowLayout:
     """Return the layout of the rows of ``in_proj`` that run in FP8: ``[q; k; v]``, then ``z``.
 
-    Args:
-        key_rows: rows of the queries, and of the keys, on this rank.
-        value_rows: rows of the values, and of their gate ``z``, on this rank.
+    ``key_rows`` are those of q, and of k, on this rank; ``value_rows`` those of v, and of ``z``.
     """
     return RowLayout(
         parts=("in_proj_qkv", "in_proj_z"),

@@ -125,11 +125,7 @@ class Fp8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        call: Call,
-        *weights: torch.Tensor,
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, call: Call, *weights: torch.Tensor
     ) -> torch.Tensor:
         ctx.call = call
         ctx.use_bias = bias is not None
@@ -270,11 +266,7 @@ def _grad_weight(
 ) -> torch.Tensor | None:
     """Compute the gradient of the weights from operands with groups along ``tokens``.
 
-    Returns:
-        The gradient; with a ``main_grad``, which the gradient is added to, what autograd needs.
-
-    Raises:
-        UnsupportedError: fusion without ``main_grad``.
+    With a ``main_grad`` it is added to that, and what autograd needs is returned.
     """
     check_main_grad(call.state.name, call.fusion, main_grad)
     if main_grad is None:
@@ -305,11 +297,7 @@ def main_grad_of(weight: torch.Tensor, fusion: bool) -> torch.Tensor | None:
 
 
 def check_main_grad(name: str, fusion: bool, main_grad: torch.Tensor | None) -> None:
-    """Refuse gradient accumulation fusion without a ``main_grad``.
-
-    Raises:
-        UnsupportedError: naming the module.
-    """
+    """Raise UnsupportedError for gradient accumulation fusion without a ``main_grad``."""
     if fusion and main_grad is None:
         raise UnsupportedError(
             f"'{name}' has gradient_accumulation_fusion on, but its weight has no "
@@ -323,13 +311,8 @@ def hand_over(
     """Return what autograd gets for a weight whose gradient has been added to ``main_grad``.
 
     A parameter of DDP still needs a gradient, of any content, to run the hook that starts its
-    reduction (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
-
-    Args:
-        weight: parameter of the module.
-        main_grad: DDP's gradient of ``weight``.
-        placeholder: tensor in the weight's shape, for a gradient of any content. One may serve
-            many weights, because DDP's hook frees it at once.
+    reduction (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication). One
+    ``placeholder`` of its shape may serve many weights, because DDP's hook frees it at once.
     """
     weight.main_grad = main_grad  # type: ignore[attr-defined]
     if not hasattr(weight, "grad_added_to_main_grad"):
@@ -369,13 +352,7 @@ def _done() -> None:
 def normalized_operand(
     x: torch.Tensor, weight: torch.Tensor, epsilon: float, scale_format: ScaleFormat
 ) -> Quantized:
-    """Quantize the RMS norm of ``x``, in one kernel, with the bits of two.
-
-    Args:
-        x: ``[rows, hidden]``.
-        weight: ``[hidden]``.
-        epsilon: as in the model's config.
-        scale_format: of the codes.
+    """Quantize the RMS norm of ``x`` ``[rows, hidden]``, in one kernel, with the bits of two.
 
     Returns:
         Rowwise side of :func:`fp8rl.numerics.quantize_operand`.

@@ -153,26 +153,34 @@ class WeightCodes:
             padding. K' is as in :func:`fp8rl.numerics.quantize_weight`. A non-finite weight gives a
             NaN code.
         """
-        if not self._epoch.keep:
-            return _present(self._make(weights, rowwise=True).rowwise)
-        key, codes = self._kept(weights)
-        if codes.rowwise is None:
-            both = training and codes.columnwise is None
-            made = self._make(weights, rowwise=True, columnwise=both)
-            codes = Operand(made.rowwise, made.columnwise or codes.columnwise)
-            self._epoch.kept[self] = key, codes
-        return _present(codes.rowwise)
+        return self._codes(weights, 0, both=training)
 
     def columnwise(self, *weights: torch.Tensor) -> Quantized:
         """Return the same codes and scales, the last two dimensions transposed, for dgrad."""
-        if not self._epoch.keep:
-            return _present(self._make(weights, columnwise=True).columnwise)
-        key, codes = self._kept(weights)
-        if codes.columnwise is None:
-            made = self._make(weights, columnwise=True)
-            codes = Operand(codes.rowwise, made.columnwise)
-            self._epoch.kept[self] = key, codes
-        return _present(codes.columnwise)
+        return self._codes(weights, 1)
+
+    def _codes(
+        self, weights: Sequence[torch.Tensor], side: int, *, both: bool = False
+    ) -> Quantized:
+        """Return one side, which may be kept; ``both`` makes the other too if that stays."""
+        keep, key, codes = self._epoch.keep, None, Operand(None, None)
+        if keep:
+            key = self.key(weights)
+            of, kept = self._epoch.kept.get(self, (None, codes))
+            codes = kept if of == key else codes
+        found = codes[side]
+        if found is None:
+            other = keep and both and codes[1 - side] is None
+            made = self._make(weights, rowwise=side == 0 or other, columnwise=side == 1 or other)
+            if keep:
+                rowwise, columnwise = (
+                    made.rowwise or codes.rowwise,
+                    made.columnwise or codes.columnwise,
+                )
+                self._epoch.kept[self] = key, Operand(rowwise, columnwise)
+            found = made[side]
+            assert found is not None
+        return found
 
     def fresh(self, *weights: torch.Tensor) -> Quantized:
         """Return the codes ``[rows, K]`` of one matrix as it is now, and keep nothing.
@@ -181,7 +189,8 @@ class WeightCodes:
         yet; those codes must not stay.
         """
         (rows,) = self._matrices(weights)
-        made = _present(quantize_weight(rows, self.scale_format, columnwise=False).rowwise)
+        made, _ = quantize_weight(rows, self.scale_format, columnwise=False)
+        assert made is not None
         return Quantized(made.codes[:, : rows.shape[1]].contiguous(), made.scale_inv)
 
     def _make(
@@ -197,12 +206,6 @@ class WeightCodes:
                 known=self._addresses,
             )
         return quantize_weight(rows[0], self.scale_format, rowwise=rowwise, columnwise=columnwise)
-
-    def _kept(self, weights: Sequence[torch.Tensor]) -> tuple[_Key, Operand]:
-        """Return the key of these weights, and the codes that are kept of them."""
-        key = self.key(weights)
-        of, codes = self._epoch.kept.get(self, (None, None))
-        return key, codes if codes is not None and of == key else Operand(None, None)
 
     def key(self, weights: Sequence[torch.Tensor]) -> _Key:
         """Return what tells these weights from what they become later."""
@@ -224,8 +227,3 @@ class WeightCodes:
             return weights
         rows = (weight.detach()[: self.layout.rows] for weight in weights)
         return [each if self.layout.in_place else self.layout.to_hf(each) for each in rows]
-
-
-def _present(side: Quantized | None) -> Quantized:
-    assert side is not None
-    return side

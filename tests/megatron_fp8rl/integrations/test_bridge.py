@@ -17,10 +17,10 @@ from megatron_fp8rl import conversion_of
 from megatron_fp8rl.integrations.bridge import export_hf_weights, pre_wrap_hook
 from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG
 from support.gaps import gap, noise_floor
+from support.hf_reference import load_reference
 from support.megatron import logprobs, prompts
 from support.numeric import same_codes
 from support.tiny import make_checkpoint, make_moe_checkpoint
-from vllm_fp8rl.testing.hf_reference import load_reference
 
 RECIPE = Recipe(kv_cache=KVCache(dtype="auto"), pins=Pins(layers=[0], kinds=["o_proj"]))
 FLOAT32: dict[str, Any] = {

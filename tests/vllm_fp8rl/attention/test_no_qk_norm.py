@@ -16,9 +16,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from fp8rl import Recipe
 from support.engine import Engine
 from support.gaps import gap
+from support.hf_reference import load_reference
 from support.teacher_forced import PROMPTS, vllm_logprobs
 from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
-from vllm_fp8rl.testing.hf_reference import load_reference
 
 RECIPE = Recipe(rollout=False)  # the cache alone, so that nothing else is in the difference
 

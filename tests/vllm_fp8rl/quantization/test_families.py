@@ -16,6 +16,7 @@ from fp8rl.models.families import kind_of
 from fp8rl.recipe import KVCache, Pins
 from support.engine import Engine, load_tensors
 from support.gaps import gap
+from support.hf_reference import Attention, load_reference
 from support.mla import NATIVE_ROPE, ON_A_CPU
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
 from support.tiny import make_family_checkpoint
@@ -23,7 +24,6 @@ from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.quantization import checks
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.receiver.inventory import Inventory
-from vllm_fp8rl.testing.hf_reference import Attention, load_reference
 
 pytestmark = pytest.mark.usefixtures("experts_on_a_cpu")
 

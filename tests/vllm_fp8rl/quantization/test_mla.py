@@ -19,6 +19,7 @@ from fp8rl.numerics import dequantize_block, quantize_block
 from fp8rl.recipe import KVCache
 from support.engine import Engine, load_tensors
 from support.gaps import gap, noise_floor
+from support.hf_reference import load_reference
 from support.mla import ALL, ON_A_CPU, PUBLISHED, RECIPE, SHAPES
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
 from support.tiny import make_mla_checkpoint
@@ -27,7 +28,6 @@ from vllm_fp8rl.engine.sleep import discardable
 from vllm_fp8rl.quantization.mla import Fp8RLMLAMethod, check_cpu, check_latent_cache
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.receiver.inventory import Inventory
-from vllm_fp8rl.testing.hf_reference import load_reference
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 CASES = {"moonlight": RECIPE, "v3": ALL, "v2": PUBLISHED}

@@ -17,10 +17,10 @@ from fp8rl.recipe import KVCache, Pins
 from support.engine import PROMPTS as SHORT
 from support.engine import Engine, in_fp8, load_tensors
 from support.gaps import gap, noise_floor
+from support.hf_reference import load_reference
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
 from vllm_fp8rl.engine.rank_state import RankState, state_of
 from vllm_fp8rl.refit import drop_requests, refit
-from vllm_fp8rl.testing.hf_reference import load_reference
 
 RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
 PINNED = Recipe(kv_cache=KVCache(dtype="auto"), pins=Pins(kinds=("experts",)))

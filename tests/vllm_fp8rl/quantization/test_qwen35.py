@@ -30,11 +30,11 @@ from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 from support import teacher_forced
 from support.gaps import Gap, gap, observed_kv_scales
 from support.gated_delta_net import compute_in_float32, token_by_token
+from support.hf_reference import load_reference
 from support.tiny import make_qwen35_checkpoint
 from vllm_fp8rl.calibration import calibrate_kv_scales
 from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.testing.hf_reference import load_reference
 
 PROMPTS = teacher_forced.PROMPTS[:48]
 """Half of them, since a recurrence takes long on a CPU. A correct engine lies at 0.3 to 0.75 of the

@@ -14,9 +14,9 @@ from vllm import SamplingParams
 from fp8rl import Recipe
 from fp8rl.recipe import KVCache
 from support.engine import Engine, load_tensors
+from support.hf_reference import load_reference
 from support.routes import RouteRecorder
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.testing.hf_reference import load_reference
 
 pytestmark = pytest.mark.usefixtures("experts_on_a_cpu")
 

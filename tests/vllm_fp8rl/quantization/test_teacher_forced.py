@@ -21,9 +21,9 @@ from support.engine import Engine
 
 pytest.importorskip("vllm")
 from support.gaps import Gap, gap, noise_floor, observed_kv_scales
+from support.hf_reference import load_reference
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
 from vllm_fp8rl.kv.scales import kv_scale_state, set_kv_scales
-from vllm_fp8rl.testing.hf_reference import load_reference
 
 
 def refit(engine: Engine, path: Path) -> dict[str, float] | None:

@@ -17,11 +17,11 @@ from support.towers import TEXT_ONLY, keep_towers
 pytest.importorskip("vllm")
 pytest.importorskip("transformers.models.qwen3_vl", reason="transformers has no Qwen3-VL")
 from support.gaps import gap, noise_floor, observed_kv_scales
+from support.hf_reference import load_reference
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
 from support.tiny import make_qwen3_vl_checkpoint
 from vllm_fp8rl.compat import installed_version
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.testing.hf_reference import load_reference
 
 
 @pytest.mark.skipif(

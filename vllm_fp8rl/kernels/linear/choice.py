@@ -7,7 +7,7 @@ there is never a silent fallback.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +16,6 @@ from fp8rl.gemm import GemmShape
 from fp8rl.gemm.reference import multiply_rows
 from fp8rl.numerics import Quantized, dequantize_block, dequantize_group, quantize_group
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.warmup import KernelWarmup
 
 if TYPE_CHECKING:
     from vllm_fp8rl.kernels.linear.block_gemm import DelegatedKernel
@@ -56,9 +55,6 @@ class CpuKernel:
         y = multiply_rows(dequantize_group(*rows).to(self._sums), self._dequantized(weight))
         return y.to(x.dtype).view(*x.shape[:-1], weight.codes.shape[0])
 
-    def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
-        """Do nothing: there is nothing to compile."""
-
     def _dequantized(self, weight: Quantized) -> torch.Tensor:
         if not self._keep:
             return dequantize_block(*weight).to(self._sums)
@@ -81,11 +77,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 def select_kernel(
     device: torch.device, shape: GemmShape, recipe: Recipe, dtype: torch.dtype
 ) -> CpuKernel | DelegatedKernel:
-    """Return the kernel of one layer on one rank.
-
-    Raises:
-        UnsupportedError: no kernel serves the device or the shape; the message says why.
-    """
+    """Return the kernel of one layer on one rank, or raise UnsupportedError with the reasons."""
     if shape.in_features < 1 or shape.out_features < 1:
         raise UnsupportedError(
             f"An FP8 weight of shape [{shape.out_features}, {shape.in_features}] is empty; lower "

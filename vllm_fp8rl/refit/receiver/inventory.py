@@ -37,13 +37,7 @@ from vllm_fp8rl.kv.scales import fp8_layers, required_kv_scales
 from vllm_fp8rl.refit.receiver.derived import require_nothing_derived
 from vllm_fp8rl.refit.tensor_stream import Named
 from vllm_fp8rl.storage.block_grid import SOURCE_DTYPES, Shard, WriteBatch
-from vllm_fp8rl.storage.experts import (
-    MATRICES,
-    ExpertGrids,
-    ExpertParameter,
-    load_fused,
-    stack_of,
-)
+from vllm_fp8rl.storage.experts import MATRICES, ExpertGrids, ExpertParameter, load_fused, stack_of
 from vllm_fp8rl.storage.parameters import Fp8Parameter, Fp8Scale, Fp8Weight, ShardedParameter
 
 Kind = Literal["codes", "scales", "plain", "fused"]
@@ -131,9 +125,7 @@ class Inventory:
     def of(cls, model: torch.nn.Module, names: Sequence[str] = ()) -> Inventory:
         """Return the model's inventory, made again for another model or a replaced parameter.
 
-        Args:
-            model: the model, or the part of it that is loaded.
-            names: HF names whose parameters are looked at; none: all of the model's.
+        Parameters of these HF names are looked at; without names all of the model's.
         """
         state = state_of(model)
         kept: Inventory | None = state.inventory
@@ -297,9 +289,7 @@ def _tensors(
 ) -> Iterator[tuple[str, Entry]]:
     """Yield the HF tensors that make one parameter, with the engine's names of what precedes them.
 
-    Args:
-        whole: shape of the HF tensor by the table of families; None for a linear's, and for a
-            tensor that the table does not have.
+    ``whole`` is the shape of the HF tensor by the table of families; None where that has none.
     """
     # A router may have a bias for each expert beside its weight, which is a plain parameter.
     module_name, _, leaf = name.rpartition(".")
@@ -386,10 +376,7 @@ class _Piece(NamedTuple):
 
 
 def _store(
-    parameter: ShardedParameter,
-    pieces: Sequence[_Piece],
-    tensor: torch.Tensor,
-    batch: WriteBatch,
+    parameter: ShardedParameter, pieces: Sequence[_Piece], tensor: torch.Tensor, batch: WriteBatch
 ) -> None:
     """Route of a weight, or of its scales, that fills one or more matrices of a layer."""
     if len(pieces) == 1:

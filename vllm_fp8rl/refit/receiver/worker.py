@@ -96,12 +96,10 @@ class RefitMixin:
 
     @_step
     def fp8rl_refit_begin(self, session: str, expect_kv_scales: bool) -> None:
-        """Open a session.
+        """Open a :class:`~vllm_fp8rl.refit.receiver.session.RefitSession`.
 
-        Args:
-            session: a name that no other sender knows, such as ``uuid.uuid4().hex``; the other
-                steps take it too, so that nobody goes on with or finishes the refit of another.
-            expect_kv_scales: see :class:`~vllm_fp8rl.refit.receiver.session.RefitSession`.
+        ``session`` is a name that no other sender knows, such as ``uuid.uuid4().hex``; the other
+        steps take it too, so that nobody goes on with or finishes the refit of another.
         """
         if not isinstance(session, str) or not isinstance(expect_kv_scales, bool):
             raise RefitError(
@@ -146,13 +144,8 @@ class RefitMixin:
     def fp8rl_refit_finish(self, session: str, keep_keys: bool = False) -> dict[str, Any]:
         """Verify that the refit is complete and let the model run; return the report as a dict.
 
-        Unless the KV cache was emptied meanwhile, the model waits until it is, if a K or V scale
-        has changed.
-
-        Args:
-            session: name of the session.
-            keep_keys: let requests go on with keys and values of the old weights; otherwise the
-                model waits for an empty KV cache in any case.
+        Unless the KV cache was emptied meanwhile, the model waits until it is: with ``keep_keys``,
+        which lets requests go on with keys of the old weights, only if a K or V scale has changed.
         """
         opened = _open_session(self, session)
         opened.__exit__(None, None, None)
@@ -165,10 +158,8 @@ class RefitMixin:
     def fp8rl_refit_abort(self, session: str, reason: str) -> bool:
         """Give up a session if it is open; return whether the model now refuses to run.
 
-        Args:
-            session: its name; or its label, which errors give to other senders, and which the steps
-                that go on with a refit do not take.
-            reason: why, for the errors of steps that are refused afterwards.
+        It is named by its name or by its label, which errors give to other senders, and which the
+        steps that go on with a refit do not take.
         """
         guard = _guard(self)
         if guard.session is not None and session in (guard.session.name, guard.label):

@@ -211,12 +211,8 @@ class Workers:
     def call(self, step: str, *args: object) -> list[Any]:
         """Run a step of :class:`~vllm_fp8rl.refit.receiver.worker.RefitMixin` on every worker.
 
-        Returns:
-            The value of each worker.
-
-        Raises:
-            Fp8RLError: the error that the step raised.
-            RefitError: a worker failed in another way, e.g. its process has died.
+        Returns the value of each, or raises the error of the step, or RefitError if a worker failed
+        in another way, e.g. its process has died.
         """
         from vllm_fp8rl.refit.receiver import worker
 
@@ -309,14 +305,9 @@ def announce(report: RefitReport, plugins: PluginManager) -> None:
 def refit_steps(
     session: str, expect_kv_scales: bool, transfer: Steps, *, keep_keys: bool = False
 ) -> Steps:
-    """Describe a refit.
+    """Describe a refit; its value is the report of the first rank, as a dict.
 
-    Args:
-        expect_kv_scales: see :class:`~vllm_fp8rl.refit.receiver.session.RefitSession`.
-        keep_keys: keep the KV cache unless a KV scale changes or has changed since it was emptied.
-
-    Returns:
-        The report of the first rank, as a dict.
+    With ``keep_keys`` the KV cache stays unless a KV scale has changed since it was emptied.
     """
     yield Call("fp8rl_refit_begin", (session, expect_kv_scales))
     yield from transfer

@@ -79,11 +79,7 @@ def refit(
 
 
 def refit_from_files(
-    llm: LLM,
-    path: str,
-    *,
-    expect_kv_scales: bool,
-    plugins: PluginManager | None = None,
+    llm: LLM, path: str, *, expect_kv_scales: bool, plugins: PluginManager | None = None
 ) -> RefitReport:
     """Like :func:`refit`, from a safetensors file, or a folder of them, that every worker reads."""
     return _run(llm, lambda session: send_path(session, path), expect_kv_scales, plugins)

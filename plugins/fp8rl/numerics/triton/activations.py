@@ -82,13 +82,8 @@ def quantize_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize activations in 1x128 groups, after ``silu(x[:, :K]) * x[:, K:]`` if asked.
 
-    Args:
-        x: ``[M, K]``, or ``[M, 2 K]`` with ``silu_and_mul``; bfloat16 or float16, rows contiguous.
-        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
-
-    Returns:
-        codes ``[M, K padded to 128]``, zeros behind K; scale_inv float32 ``[ceil(K / 128), M padded
-        to 4]``.
+    ``x`` is ``[M, K]``, or ``[M, 2 K]`` with ``silu_and_mul``, in 16 bits. The result is that of
+    :func:`empty_rows`, with zeros behind K.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, columns = x.shape[0], x.shape[1] // 2 if silu_and_mul else x.shape[1]

@@ -48,14 +48,7 @@ def _merged(dims: list[tuple[int, int]]) -> tuple[int, int] | None:
 
 
 @triton.jit
-def _amax_tile(
-    out_ptr,
-    x_ptr,
-    extent,
-    tile,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def _amax_tile(out_ptr, x_ptr, extent, tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     rows, width, stride = extent
     across = tl.cdiv(width, WIDTH)
     first_row = (tile // across).to(tl.int64) * HEIGHT
@@ -104,7 +97,6 @@ def _amax_kernel(
 
 
 def amax_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """See :func:`fp8rl.numerics.amax_into`."""
     if len(tensors) == _TENSORS:  # the usual case, without the cost of slicing on the host
         _launch_few(out, tensors)
         return

@@ -15,14 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.formats import (
-    FP8_DTYPE,
-    GROUP,
-    Operand,
-    Quantized,
-    cdiv,
-    whole_groups,
-)
+from fp8rl.numerics.formats import FP8_DTYPE, GROUP, Operand, Quantized, cdiv, whole_groups
 from fp8rl.numerics.triton.packed import PACKED_REGISTERS, can_pack, packed_kernel
 from fp8rl.numerics.triton.quantize import (
     encode,
@@ -242,14 +235,12 @@ def _empty_scales(
 def quantize_operand(
     x: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
-    """See :func:`fp8rl.numerics.quantize_operand`."""
     return _quantize(x, scale_format, rowwise, columnwise, block=False)
 
 
 def quantize_weight(
     w: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
-    """See :func:`fp8rl.numerics.quantize_weight`."""
     if rowwise and columnwise and w.dtype == torch.float32:
         # Triton 3.6 miscompiles the transposed store of codes that are stored as they are too.
         first, _ = quantize_weight(w, scale_format, True, False)

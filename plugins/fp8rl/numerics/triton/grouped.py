@@ -15,13 +15,7 @@ import triton
 import triton.language as tl
 
 from fp8rl.numerics.formats import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
-from fp8rl.numerics.grouped import (
-    Addresses,
-    ExpertRows,
-    GroupedColumns,
-    GroupedRows,
-    stream_of,
-)
+from fp8rl.numerics.grouped import Addresses, ExpertRows, GroupedColumns, GroupedRows, stream_of
 from fp8rl.numerics.triton.dual import REGISTERS, quantize_dual_tile, side_pointers
 from fp8rl.numerics.triton.multi_tensor import TRITON_DTYPES, all_aligned
 from fp8rl.numerics.triton.packed import (
@@ -194,7 +188,6 @@ def quantize_grouped(
     rowwise: bool,
     columnwise: bool,
 ) -> tuple[GroupedRows | None, GroupedColumns | None]:
-    """See :func:`fp8rl.numerics.quantize_grouped`."""
     rows, cols = expert_rows.rows, x.shape[1]
     groups = cdiv(cols, GROUP)
     by_rows = by_columns = None
@@ -239,7 +232,6 @@ def quantize_weights(
     columnwise: bool,
     known: Addresses,
 ) -> Operand:
-    """See :func:`fp8rl.numerics.quantize_weights`."""
     weights = [w.contiguous() for w in weights]
     first, experts = weights[0], len(weights)
     addresses = [w.data_ptr() for w in weights]
@@ -291,7 +283,6 @@ def _options(x: torch.Tensor, scale_format: ScaleFormat, packed: bool) -> dict[s
 
 
 def place_boundaries(y: torch.Tensor, expert_rows: ExpertRows) -> None:
-    """See :func:`fp8rl.numerics.place_boundaries`."""
     table, cols, tiles = expert_rows.table(y.device), y.shape[1], len(expert_rows.boundaries)
     with torch.cuda.device_of(y):
         _boundary_kernel[(tiles, cdiv(cols, _COPIED_COLUMNS))](

@@ -141,12 +141,10 @@ def _rows(x: torch.Tensor) -> _Rows:
 def fake_quantize_kv(
     k: torch.Tensor, v: torch.Tensor, scales: torch.Tensor, clipped: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`fp8rl.numerics.fake_quantize_kv`."""
     return _fake_quantize(k, v, scales, clipped, int8=False)
 
 
 def fake_quantize_int8_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`fp8rl.numerics.fake_quantize_int8_kv`."""
     return _fake_quantize(k, v, k, k, int8=True)
 
 

@@ -19,11 +19,7 @@ from fp8rl.numerics.grouped import on_device
 from fp8rl.numerics.triton.quantize import has_native_cast, quantize_tile
 from fp8rl.recipe import ScaleFormat
 
-TRITON_DTYPES = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-}
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _MAGNITUDES = {
     torch.bfloat16: (tl.int16, 0x7FFF),
     torch.float16: (tl.int16, 0x7FFF),
@@ -164,12 +160,7 @@ def quantize_blocks(
 def start_finite_check(
     tensors: Sequence[torch.Tensor], limit: float = math.inf
 ) -> Callable[[], list[bool]]:
-    """See :func:`fp8rl.numerics.start_finite_check`.
-
-    Args:
-        tensors: contiguous tensors of one device; bfloat16, float16, float32 or float8_e4m3fn.
-        limit: largest magnitude that counts as finite.
-    """
+    """See :func:`fp8rl.numerics.start_finite_check`; the tensors are contiguous, on one device."""
     groups: dict[torch.dtype, list[int]] = {}
     for number, x in enumerate(tensors):
         if x.numel():

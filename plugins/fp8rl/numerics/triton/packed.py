@@ -241,13 +241,7 @@ def _words_at(side):
 
 @triton.jit
 def quantize_packed_groups(
-    x,
-    left,
-    rowwise,
-    columnwise,
-    MASKED: tl.constexpr,
-    POW2: tl.constexpr,
-    NATIVE: tl.constexpr,
+    x, left, rowwise, columnwise, MASKED: tl.constexpr, POW2: tl.constexpr, NATIVE: tl.constexpr
 ):
     """Write codes and scales in 1x128 groups of a tile.
 

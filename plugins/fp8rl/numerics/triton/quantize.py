@@ -149,16 +149,7 @@ def has_packed_maximum(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def quantize_block(
-    w: torch.Tensor,
-    block: tuple[int, int],
-    scale_format: ScaleFormat,
-) -> Quantized:
-    """See :func:`fp8rl.numerics.quantize_block`.
-
-    Raises:
-        UnsupportedError: a block side is no power of two.
-    """
+def quantize_block(w: torch.Tensor, block: tuple[int, int], scale_format: ScaleFormat) -> Quantized:
     scale_inv = w.new_empty(
         cdiv(w.shape[0], block[0]), cdiv(w.shape[1], block[1]), dtype=torch.float32
     )
@@ -168,11 +159,6 @@ def quantize_block(
 
 
 def quantize_group(x: torch.Tensor, group: int, scale_format: ScaleFormat) -> Quantized:
-    """See :func:`fp8rl.numerics.quantize_group`.
-
-    Raises:
-        UnsupportedError: the group size is no power of two.
-    """
     k = x.shape[-1]
     scale_inv = x.new_empty(*x.shape[:-1], cdiv(k, group), dtype=torch.float32)
     codes = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
@@ -207,8 +193,7 @@ def _launch(
             scale_inv,
             rows,
             cols,
-            x.stride(0),
-            x.stride(1),
+            *x.stride()[:2],
             tile_cols,
             TILE_ROWS=tile[0],
             TILE_COLS=tile[1],

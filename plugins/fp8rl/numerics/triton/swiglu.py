@@ -106,9 +106,7 @@ def swiglu(gate, up, NATIVE: tl.constexpr):
 @triton.jit
 def _swiglu_pair(gate, up, NATIVE: tl.constexpr):
     return _pair(
-        swiglu(_first(gate), _first(up), NATIVE),
-        swiglu(_second(gate), _second(up), NATIVE),
-        NATIVE,
+        swiglu(_first(gate), _first(up), NATIVE), swiglu(_second(gate), _second(up), NATIVE), NATIVE
     )
 
 
@@ -306,16 +304,10 @@ def _plain_grad_kernel(
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Return ``silu(x[:, :K]) * x[:, K:]``, computed in float32 and rounded once.
+    """Return ``silu(x[:, :K]) * x[:, K:]`` of 16 bits, computed in float32 and rounded once.
 
     The values are those that :func:`fp8rl.numerics.triton.activations.quantize_rows` quantizes with
     ``silu_and_mul``.
-
-    Args:
-        x: ``[M, 2 K]``, bfloat16 or float16, rows contiguous.
-
-    Returns:
-        ``[M, K]``, of ``x``'s dtype.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, columns = x.shape[0], x.shape[1] // 2
@@ -359,7 +351,6 @@ def _ends_within_a_group(h: torch.Tensor) -> bool:
 def quantize_swiglu(
     h: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
-    """See :func:`fp8rl.numerics.quantize_swiglu`."""
     rows, cols = h.shape[0], h.shape[1] // 2
     if _ends_within_a_group(h):
         return quantize_operand(silu_and_mul(h), scale_format, rowwise, columnwise)
@@ -370,13 +361,8 @@ def quantize_swiglu(
 
 
 def quantize_swiglu_grad(
-    grad: torch.Tensor,
-    h: torch.Tensor,
-    scale_format: ScaleFormat,
-    rowwise: bool,
-    columnwise: bool,
+    grad: torch.Tensor, h: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
-    """See :func:`fp8rl.numerics.quantize_swiglu_grad`."""
     rows, cols = grad.shape
     if _ends_within_a_group(h):
         return quantize_operand(_silu_and_mul_grad(grad, h), scale_format, rowwise, columnwise)
@@ -394,7 +380,6 @@ def _launch(
     output: DualOutput,
     width: int,
 ) -> Operand:
-    """Launch a kernel over ``sources`` and return its operand, which has ``width`` columns."""
     rows, cols = h.shape[0], h.shape[1] // 2
     with torch.cuda.device_of(h):
         kernel[(cdiv(rows, GROUP) * (width // GROUP),)](

@@ -1,4 +1,4 @@
-"""A folder of ``fp8rl export`` in vLLM: stock, and with fp8rl; and what ``--check`` sees."""
+"""A folder of ``fp8rl export`` in vLLM, stock and with fp8rl, and in transformers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.export import plan_export, write_export
 from fp8rl.models.families import FAMILIES, FUSED
@@ -23,13 +22,12 @@ from support.engine import (
     LAYERS,
     PROMPTS,
     keep_process_groups,
-    make_checkpoint,
     same_bits,
     start_engine,
 )
 from support.gaps import gap
+from support.hf_reference import load_exported, load_reference
 from support.no_torchvision import without_torchvision
-from support.teacher_forced import PROMPTS as PROMPTS_TO_SCORE
 from support.teacher_forced import vllm_logprobs
 from support.tiny import (
     make_family_checkpoint,
@@ -37,10 +35,7 @@ from support.tiny import (
     make_qwen35_checkpoint,
 )
 from vllm_fp8rl.calibration import send_kv_scales
-from vllm_fp8rl.commands import export_check
-from vllm_fp8rl.commands.export_check import EngineJob, check_export, run_engines
 from vllm_fp8rl.compat import require_cpu_router
-from vllm_fp8rl.testing.hf_reference import load_exported, load_reference
 
 RECIPE = Recipe(pins=Pins(last=1))
 SCALES = {
@@ -125,65 +120,17 @@ def test_stock_vllm_loads_it(engine, out, monkeypatch):
 @pytest.mark.parametrize(
     "kind",
     [
-        "dense",
         "experts",
         *(pytest.param(k, marks=pytest.mark.slow) for k in ("mixtral", "minimax_m2", "glm4_moe")),
     ],
 )
-def test_check_finds_equal_logprobs_and_a_wrong_scale(tmp_path, kind):
-    if kind != "dense":
-        require_cpu_router()
-    made = {"dense": make_checkpoint, "experts": make_moe_checkpoint}
-    make = made.get(kind, partial(make_family_checkpoint, model_type=kind))
-    checkpoint = make(tmp_path / "model", 3)
-    out = export(checkpoint, tmp_path / "out")
-    found = check_export(checkpoint, out, RECIPE)
-    assert not found.problems
-    assert found.facts["difference of logprobs"].startswith("mean 0.00e+00")
-    (file,) = out.glob("*.safetensors")
-    tensors = load_file(file)
-    # A tensor that every token meets.
-    name = next(n for n in tensors if n.endswith("_proj.weight_scale_inv") and "experts" not in n)
-    tensors[name][0, 0] *= 1.01
-    save_file(tensors, file)
-    (problem,) = check_export(checkpoint, out, RECIPE).problems
-    assert "export again with the recipe of the rollouts" in problem
-
-
-@pytest.mark.parametrize(
-    ("cache", "difference", "passes"),
-    [
-        ("auto", 0.04, True),
-        ("auto", 0.07, False),
-        ("fp8_e4m3", 0.07, True),
-        ("fp8_e4m3", 0.11, False),
-    ],
-)
-def test_engines_may_differ_more_over_an_fp8_cache(
-    checkpoints, out, monkeypatch, cache, difference, passes
-):
-    """The bounds alone: the engines that only a GPU can compare are not started."""
-    found = [torch.zeros(4, 63), torch.full((4, 63), difference)]
-    monkeypatch.setattr(export_check, "_of_engines", lambda *_: found)
-    monkeypatch.setattr(export_check, "built_for_cpus", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    recipe = Recipe.from_dict({"kv_cache": {"dtype": cache}})
-    told = check_export(checkpoints["a"], out, recipe)
-    assert told.facts["compared"].startswith("stock vLLM")
-    assert bool(told.problems) == (not passes)
-
-
-@pytest.mark.slow
-def test_check_runs_an_engine_in_a_process_of_its_own(other_engine, checkpoints, out, monkeypatch):
-    """As on a GPU, the one that gets KV scales; the folder has them, and its engine is in here."""
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    job = EngineJob(checkpoints["a"], vllm_fp8rl.engine_args(RECIPE), SCALES)
-    (source,) = run_engines([job], PROMPTS_TO_SCORE)
-    # As large batches as there: sums of smaller ones differ in the last bits.
-    alike = {"dtype": "auto", "max_model_len": 128, "max_num_seqs": None}
-    exported = other_engine(out, RECIPE, additional_config={}, scaled=False, **alike)
-    assert source.shape == (len(PROMPTS_TO_SCORE), len(PROMPTS_TO_SCORE[0]) - 1)
-    assert torch.equal(vllm_logprobs(exported), source.flatten())
+def test_a_folder_of_experts_has_the_logprobs_of_its_checkpoint(tmp_path, kind):
+    require_cpu_router()
+    make = partial(make_family_checkpoint, model_type=kind)
+    checkpoint = (make_moe_checkpoint if kind == "experts" else make)(tmp_path / "model", 3)
+    exported = load_exported(export(checkpoint, tmp_path / "out"), RECIPE)
+    reference = load_reference(checkpoint, RECIPE, kv_scales=exported.kv_scales)
+    assert torch.equal(exported.many(PROMPTS), reference.many(PROMPTS))
 
 
 def test_dequantized_weights_are_those_of_the_reference_in_float64(checkpoints, out):

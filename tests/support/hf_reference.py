@@ -24,14 +24,7 @@ from fp8rl.export import wire_scale_name
 from fp8rl.kv_scales import scale_name
 from fp8rl.models.families import EXPERTS, Experts
 from fp8rl.models.spec import ModelSpec
-from fp8rl.numerics import (
-    BLOCK,
-    E4M3_MAX,
-    FP8_DTYPE,
-    GROUP,
-    dequantize_block,
-    dequantize_group,
-)
+from fp8rl.numerics import BLOCK, E4M3_MAX, FP8_DTYPE, GROUP, dequantize_block, dequantize_group
 from fp8rl.numerics.reference import quantize_block, quantize_group  # no kernel, on a GPU too
 from fp8rl.recipe import ScaleFormat
 
