@@ -56,5 +56,6 @@ def compared(sampled: Sequence[Any], other: Sequence[Any]) -> dict[str, float]:
         "equal": (ours == theirs).double().mean().item(),
         "kl_k3": metrics.kl_k3,
         "token_mult_prob_error": metrics.token_mult_prob_error,
+        "capped_prob_error": metrics.capped_prob_error,
         "largest_difference": (ours - theirs).abs().max().item(),
     }

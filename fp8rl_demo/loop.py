@@ -30,6 +30,7 @@ from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss, merge_metrics
 
 MISMATCH = (
     "token_mult_prob_error",
+    "capped_prob_error",
     "kl_k1",
     "kl_k2",
     "kl_k3",
