@@ -15,14 +15,7 @@ _FORMAT = 1
 
 
 def save(folder: str | os.PathLike[str], recipe: Recipe, policy: PinPolicy) -> Path:
-    """Write the table to ``folder/fp8rl_precision.json``, whole or not at all.
-
-    Returns:
-        The file.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Write the table to ``folder/fp8rl_precision.json``, whole or not at all."""
     path = Path(folder) / FILE_NAME
     table = {
         "format": _FORMAT,
@@ -48,9 +41,6 @@ def differences(folder: str | os.PathLike[str], policy: PinPolicy) -> dict[str, 
 
     Returns:
         name -> (precision in the file, precision now); ``absent`` for a module that one lacks.
-
-    Raises:
-        CheckpointError: there is no readable table.
     """
     path = Path(folder) / FILE_NAME
     try:

@@ -151,12 +151,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _svg(
-    name: str,
-    draw: Callable[[Axes], None],
-    *,
-    steps: bool = True,
-) -> str:
+def _svg(name: str, draw: Callable[[Axes], None], *, steps: bool = True) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -80,9 +80,6 @@ def terminal_table(out_dir: Path) -> Table:
 
     Reward is the mean of the first and of the last five steps. Mismatch is the mean over all steps,
     phases are median seconds of a step. The caption says what FP8 gains on a GPU.
-
-    Raises:
-        ReportError: ``out_dir`` is not a folder.
     """
     from rich import box
     from rich.table import Table

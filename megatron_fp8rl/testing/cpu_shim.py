@@ -45,11 +45,7 @@ _CPU = torch.device("cpu")
 
 
 class CpuShim:
-    """The patches, and the one way to switch them on.
-
-    Raises:
-        UnsupportedError: CUDA is available, where the shim would move a real run to the CPU.
-    """
+    """The patches, and the one way to switch them on."""
 
     def __init__(self) -> None:
         if torch.cuda.is_available():
@@ -82,13 +78,8 @@ def init_gloo(rank: int = 0, world_size: int = 1, *, file: str | None = None) ->
     """Make the default process group over gloo, unless the process has one already.
 
     Args:
-        rank: this process.
-        world_size: number of processes.
         file: path all ranks can write, for the rendezvous; without it ``MASTER_ADDR`` and
             ``MASTER_PORT`` are used, or nothing at all where there is one process.
-
-    Raises:
-        UnsupportedError: the existing group has another size.
     """
     dist = torch.distributed
     if dist.is_initialized():

@@ -38,14 +38,7 @@ def launch(
     rendezvous, so that runs beside each other cannot collide.
 
     Args:
-        script: path of the script.
-        world_size: number of processes.
-        args: its command line.
         timeout: seconds until every process is killed.
-        env: variables to set beside the current ones.
-
-    Returns:
-        stdout of each rank.
 
     Raises:
         LaunchError: a process ended with an error or did not end; the others have been killed.
