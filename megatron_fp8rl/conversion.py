@@ -24,12 +24,12 @@ from fp8rl.numerics import BLOCK, LastExpertRows, Quantized
 from fp8rl.precision_report import precision_text
 from fp8rl.recipe import Pins
 from fp8rl.training.weight_codes import KeepingCodes, WeightEpoch
-from megatron_fp8rl import precision_file
+from megatron_fp8rl import compat, precision_file
 from megatron_fp8rl.config_checks import check_config
 from megatron_fp8rl.export import ModelChunks, in_wrapper, path_of_adapter, unwrap_chunks
 from megatron_fp8rl.hf_names import module_names
 from megatron_fp8rl.layers import exact
-from megatron_fp8rl.layers.linear import Fp8Linear, Fp8Module, change_of
+from megatron_fp8rl.layers.linear import FP8_CLASSES, Fp8Linear, Fp8Module, change_of
 from megatron_fp8rl.layers.linear_modules import Site, sites, weights_of
 from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP, can_fuse
 
@@ -274,7 +274,8 @@ def adopt(setup: Setup, roots: Sequence[torch.nn.Module]) -> None:
             )
     found = sites(roots, wrapped=setup.wrapped)
     plan = [site for site in found if site.runs_in_fp8(setup.policy)]
-    changes = [change_of(site, setup) for site in plan]
+    classes = fp8_classes()
+    changes = [change_of(site, classes, setup) for site in plan]
     inside: list[Any] = [module for root in roots for module in root.modules()]
     try:
         for module, ours, attributes in chain(changes, shared):
@@ -366,6 +367,15 @@ def weight_codes_hf(module: Any) -> dict[str, Quantized]:
             codes = layout.codes_to_hf(codes)
         found |= layout.by_name(name, codes)
     return found
+
+
+def fp8_classes() -> dict[type, type[Fp8Linear]]:
+    """Map each upstream class that is served here to its FP8 class."""
+    if not compat.has_transformer_engine():
+        return FP8_CLASSES
+    from megatron_fp8rl.layers.te_classes import TE_CLASSES  # needs TransformerEngine
+
+    return FP8_CLASSES | TE_CLASSES
 
 
 def _warn_of_ragged_widths(plan: list[Site]) -> None:

@@ -21,11 +21,10 @@ from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl import compat
-from megatron_fp8rl.conversion import Conversion, Report, conversion_of, convert
+from megatron_fp8rl.conversion import Conversion, Report, conversion_of, convert, fp8_classes
 from megatron_fp8rl.export import ModelChunks, fp8_wire
 from megatron_fp8rl.integrations.megatron_lm import say
 from megatron_fp8rl.layers.exact import ExactColumnParallelLinear
-from megatron_fp8rl.layers.linear import fp8_classes
 
 Chunks = list[torch.nn.Module]
 

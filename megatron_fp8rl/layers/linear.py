@@ -6,7 +6,7 @@ checkpoints. Parameters stay in the model's dtype, and their FP32 masters are no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -141,23 +141,14 @@ FP8_CLASSES: dict[type, type[Fp8Linear]] = {
 """Upstream class -> FP8 class."""
 
 
-def fp8_classes() -> dict[type, type[Fp8Linear]]:
-    """Map each upstream class that is served here to its FP8 class."""
-    if not compat.has_transformer_engine():
-        return FP8_CLASSES
-    from megatron_fp8rl.layers.te_classes import TE_CLASSES  # needs TransformerEngine
-
-    return FP8_CLASSES | TE_CLASSES
-
-
 Change = tuple[Any, type[Fp8Module], dict[str, Any]]
 """A module, its new class, attributes to set."""
 
 
-def change_of(site: Site, setup: Any) -> Change:
+def change_of(site: Site, classes: Mapping[type, type[Fp8Linear]], setup: Any) -> Change:
     """Choose class, GEMM backend and state of a linear module; change nothing."""
     kind = type(site.module)
-    ours = fp8_classes().get(kind)
+    ours = classes.get(kind)
     if ours is None:
         raise UnsupportedError(
             f"'{site.path}' is a {kind.__name__}; FP8 linears replace ColumnParallelLinear, "

@@ -279,7 +279,7 @@ def _swap_alone(layer: Any, kind: str) -> None:
     """Convert one layer by the same code that converts a model."""
     from fp8rl import PluginManager
     from fp8rl.training.layout import plain_layout
-    from megatron_fp8rl.conversion import _setup
+    from megatron_fp8rl.conversion import _setup, fp8_classes
     from megatron_fp8rl.layers.linear import change_of
     from megatron_fp8rl.layers.linear_modules import Site
 
@@ -288,7 +288,7 @@ def _swap_alone(layer: Any, kind: str) -> None:
     plugins = PluginManager()
     policy = plugins.pin_policy(Recipe().pins, module_names(_config()))
     setup = _setup(Recipe(), policy, plugins, "triton")
-    _, layer.__class__, attributes = change_of(site, setup)
+    _, layer.__class__, attributes = change_of(site, fp8_classes(), setup)
     layer.__dict__.update(attributes, fp8_setup=setup)
 
 

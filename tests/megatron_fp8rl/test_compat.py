@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel import layers
 from fp8rl import PluginManager
 from fp8rl.errors import UnsupportedError
 from megatron_fp8rl import compat, hooks
+from megatron_fp8rl.conversion import fp8_classes
 from megatron_fp8rl.integrations.bridge import register
-from megatron_fp8rl.layers.linear import fp8_classes
 
 
 def test_the_installed_version_is_the_known_one():
