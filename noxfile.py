@@ -28,40 +28,29 @@ README = "tests/test_readme.py"
 TRITON = "triton==3.7.1"  # what torch 2.13 asks for
 VLLM, MEGATRON = "tests/vllm_fp8rl", "tests/megatron_fp8rl"
 INSTALLATIONS = f"{VLLM}/test_broken_installations.py"
-SLOW = tuple(
-    f"{VLLM}/refit/{name}.py"
-    for name in (
-        "test_tensor_parallel",
-        "test_moe_parallel",
-        "sender/test_asynchronous",
-        "test_frameworks",
-    )
+
+
+def files(folder: str, names: str) -> tuple[str, ...]:
+    """Return the paths of test files, named with spaces between them, in a folder."""
+    return tuple(f"{folder}/{name}.py" for name in names.split())
+
+
+SLOW = files(
+    f"{VLLM}/refit",
+    "test_tensor_parallel test_moe_parallel sender/test_asynchronous test_frameworks",
 )
-RELOADS = tuple(
-    f"{VLLM}/{name}.py"
-    for name in (
-        "quantization/test_kv_cache",
-        "quantization/test_moe",
-        "refit/test_frameworks",
-        "patches/test_reload",
-        "refit/receiver/test_session",
-        "refit/receiver/test_weight_transfer",
-    )
+RELOADS = files(
+    VLLM,
+    "quantization/test_kv_cache quantization/test_moe refit/test_frameworks "
+    "patches/test_reload refit/receiver/test_session refit/receiver/test_weight_transfer",
 )
 QUICK = {
-    VLLM: tuple(
-        f"{VLLM}/{name}.py"
-        for name in (
-            "attention/test_cpu",
-            "patches/test_ledger",
-            "quantization/test_loading",
-            "engine/test_guard",
-            "refit/receiver/test_inventory",
-            "refit/test_stale_scales",
-            "test_plugin",
-        )
+    VLLM: files(
+        VLLM,
+        "attention/test_cpu patches/test_ledger quantization/test_loading engine/test_guard "
+        "refit/receiver/test_inventory refit/test_stale_scales test_plugin",
     ),
-    MEGATRON: (f"{MEGATRON}/layers/test_linear.py", f"{MEGATRON}/export/test_stream.py"),
+    MEGATRON: files(MEGATRON, "layers/test_linear export/test_stream"),
 }
 """The tests of ``--quick`` by folder."""
 

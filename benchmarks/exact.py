@@ -67,10 +67,9 @@ def main() -> None:
         if options.tp == 1:
             compare(options, recipe, torch.load(file))
             return
-        from megatron_fp8rl.testing.launch import launch
-
-        arguments = [*sys.argv[1:], "--scored", str(file)]
-        sys.stdout.write(launch(__file__, options.tp, arguments, timeout=1800)[0])
+        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.tp}"]
+        command = [sys.executable, *ranks, *sys.argv, "--scored", str(file)]
+        subprocess.run(command, check=True, timeout=1800)
 
 
 def compare(options: argparse.Namespace, recipe: Recipe, sampled: dict[str, Any]) -> None:
@@ -299,9 +298,8 @@ def _rank_of(ranks: int) -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_fp8rl.testing.launch import join
-
-    join("cuda")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl")
     parallel_state.initialize_model_parallel(ranks, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1234)
     try:

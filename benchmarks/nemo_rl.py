@@ -58,10 +58,9 @@ from nemo_rl_data import PROBLEMS, prepare
 from nemo_rl_families import RECIPES, gate
 from nemo_rl_results import MEDIAN_STEPS, WARM_STEPS, is_complete, judge_of, summary, table
 from nemo_rl_yaml import LOGPROB_BATCH, batch_size, config, micro_batch
+from processes import is_shared
 from real_model import SIZES, has_shape
 from reasoning_tasks import TASKS as REASONING
-
-from fp8rl_bench.facts import is_shared
 
 VARIANTS = (
     "bf16",

@@ -46,9 +46,9 @@ from pathlib import Path
 from typing import Any
 
 from decode_profile import LEAST_TOKENS, profile_decode, table
-from processes import in_process, save
+from processes import host_loop, in_process, save
 
-from fp8rl_bench.facts import host_loop, versions
+from fp8rl_bench.facts import versions
 from fp8rl_bench.rollouts import (
     Load,
     give_scales,

@@ -15,8 +15,8 @@ SPREAD = 0.03
 NEAR = 1.5
 """A cache is among the best if its KL is at most so many times the smallest."""
 GATE = 1.3
-"""Largest probability error that needs no remedy, as the guard's ``tighten_above``: healthy runs of
-small pretrained models lie at 1.14 to 1.25 (``docs/measurements/expect.md``)."""
+"""Largest ``capped_prob_error`` that needs no remedy, as the guard's ``tighten_above``: healthy
+runs of small pretrained models lie at 1.14 to 1.25 (``docs/measurements/expect.md``)."""
 CACHES = {"fp8rl-kv": "FP8", "fp8rl-int8": "INT8", "fp8rl": "BF16"}
 OFF = {"rollout": False, "training": False, "kv_cache": {"dtype": "auto"}}
 """Recipe of BF16 on both sides."""
@@ -37,9 +37,9 @@ def advise(report: Mapping[str, Any]) -> Advice:
        weights all. The fastest is chosen, on a CPU that with the smallest KL.
     2. FP8 pays in rollouts if that is faster than BF16 by more than the spread. If not, both sides
        stay in BF16. It pays in training if a layer is not slower, forward and backward.
-    3. With a probability error above ``GATE`` the advice is ``exact``, if that was measured and is
-       faster than BF16; if it cannot run or is slower, BF16. Where it was left out, the advice is
-       to measure it; where it was not scored, its row says why.
+    3. With a ``capped_prob_error`` above ``GATE`` the advice is ``exact``, if that was measured and
+       is faster than BF16; if it cannot run or is slower, BF16. Where it was left out, the advice
+       is to measure it; where it was not scored, its row says why.
     """
     rows = report["variants"]
     on_gpu = report["device"] != "CPU"
@@ -76,8 +76,8 @@ def _judged(
     """Complete the advice by what the log-probabilities say."""
     if chosen not in trainer:
         return Advice(f"{advice.text} Random weights say nothing about KL.", advice.recipe)
-    error, kl = trainer[chosen]["token_mult_prob_error"], trainer[chosen]["kl_k3"]
-    text = f"{advice.text} KL to the trainer {kl:.1e}, probability error {error:.3f}"
+    error, kl = trainer[chosen]["capped_prob_error"], trainer[chosen]["kl_k3"]
+    text = f"{advice.text} KL to the trainer {kl:.1e}, capped_prob_error {error:.3f}"
     if error <= GATE:
         return Advice(f"{text}, within {GATE}.", advice.recipe)
     text += f", above {GATE}"

@@ -36,12 +36,7 @@ def chat_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def compared(sampled: Sequence[Any], other: Sequence[Any]) -> dict[str, float]:
-    """Return how far other log-probabilities of sampled tokens are from those of their sampler.
-
-    Args:
-        sampled: a list of numbers or a tensor for each answer, by whom it was sampled.
-        other: the same of another engine or of the trainer.
-    """
+    """Return how far other log-probabilities of sampled tokens are from those of their sampler."""
     import torch
 
     from fp8rl.mismatch import mismatch_metrics
@@ -56,5 +51,6 @@ def compared(sampled: Sequence[Any], other: Sequence[Any]) -> dict[str, float]:
         "equal": (ours == theirs).double().mean().item(),
         "kl_k3": metrics.kl_k3,
         "token_mult_prob_error": metrics.token_mult_prob_error,
+        "capped_prob_error": metrics.capped_prob_error,
         "largest_difference": (ours - theirs).abs().max().item(),
     }

@@ -57,7 +57,7 @@ def bench(
     """Measure what FP8 gains and costs for a model on this machine, and say what to choose.
 
     Rollouts in vLLM and a layer of Megatron's trainer in BF16 and FP8: speed, memory, refit, start;
-    with trained weights also the KL and probability error of rollout and trainer on real prompts.
+    with trained weights also the KL and capped_prob_error of rollout and trainer on real prompts.
     The page report.html in --out shows it.
     """
     import torch

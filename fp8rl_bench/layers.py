@@ -47,14 +47,7 @@ def build(shape: Any, *, device: str = "cuda", **overrides: Any) -> Any:
 
 
 class LayerPass:
-    """Forward and backward of the first layer of a model.
-
-    Args:
-        model: of :func:`build`.
-        tokens: of all sequences.
-        sequence: tokens of each.
-        main_grad: gradients of weights are added to a float32 buffer, as under megatron's DDP.
-    """
+    """Forward and backward of the first layer of a model."""
 
     def __init__(self, model: Any, tokens: int, sequence: int, main_grad: bool = False) -> None:
         self.layer = model.decoder.layers[0]
@@ -87,13 +80,7 @@ class LayerPass:
 
 
 class LinearsPass:
-    """Forward and backward of linear layers, each with an input and a gradient of its own.
-
-    Args:
-        modules: linear layers.
-        tokens: rows of each input.
-        like: a pass over the same shapes, whose inputs and gradients serve this one too.
-    """
+    """Forward and backward of linear layers, each with an input and a gradient of its own."""
 
     def __init__(self, modules: list[Any], tokens: int, like: LinearsPass | None = None) -> None:
         self.modules = modules
@@ -131,11 +118,7 @@ class LinearsPass:
 
 
 def linears(model: Any) -> list[Any]:
-    """Return the four linear layers of the first layer.
-
-    Raises:
-        UnsupportedError: it has others.
-    """
+    """Return the four linear layers of the first layer."""
     layer = model.decoder.layers[0]
     attention, mlp = layer.self_attention, layer.mlp
     places = [(attention, "linear_qkv"), (attention, "linear_proj")]

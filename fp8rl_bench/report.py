@@ -73,9 +73,7 @@ def grids(report: Mapping[str, Any]) -> list[Grid]:
         cells |= {
             "KL, engines": lambda _, r: metric(r.get("engines"), "kl_k3", ".1e"),
             "KL, trainer": lambda n, _: metric(mismatch("trainer", n), "kl_k3", ".1e"),
-            "error, trainer": lambda n, _: metric(
-                mismatch("trainer", n), "token_mult_prob_error", ".3f"
-            ),
+            "capped error": lambda n, _: metric(mismatch("trainer", n), "capped_prob_error", ".3f"),
             "KL, BF16 trainer": lambda n, _: metric(mismatch("bf16_trainer", n), "kl_k3", ".1e"),
         }
     labels = [VARIANTS[name] for name in rows]

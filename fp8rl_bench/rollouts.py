@@ -46,7 +46,6 @@ def measure(job: dict[str, Any], row: Row) -> None:
         job: ``variant``, ``model`` (a folder), ``random``, ``load``, ``memory``, ``device``,
             ``prompts`` (texts), ``answer_tokens``, ``calls`` (runs of the load, or None: as many
             as :data:`SECONDS` take), and ``folder`` for sampled answers.
-        row: of this variant.
     """
     variant = job["variant"]
     llm: Any = None
@@ -98,14 +97,7 @@ def start(job: dict[str, Any]) -> Any:
 def prompts(
     count: int, length: int, samples: int = 1, words: int = 150_000
 ) -> list[dict[str, list[int]]]:
-    """Return prompts without meaning, the same in every run.
-
-    Args:
-        count: number of prompts.
-        length: tokens of each.
-        samples: how many neighbours are equal.
-        words: token numbers are below it.
-    """
+    """Return prompts without meaning, the same in every run."""
     return [
         {"prompt_token_ids": [(i // samples * 7919 + j * 104729) % words for j in range(length)]}
         for i in range(count)
@@ -121,16 +113,7 @@ def tokens_per_second(
     logprobs: bool = False,
     words: int = 150_000,
 ) -> float:
-    """Return output tokens per second of one ``generate`` call.
-
-    Args:
-        llm: vLLM's ``LLM``.
-        load: requests and tokens in.
-        tokens: tokens out of each, in the place of the load's.
-        samples: requests with the same prompt.
-        logprobs: ask for the log-probability of each token.
-        words: token numbers are below it.
-    """
+    """Return output tokens per second of one ``generate`` call."""
     from vllm import SamplingParams
 
     inputs = prompts(*load[:2], samples, words)
@@ -309,9 +292,6 @@ def sender_size(sizes: Collection[int], free: float) -> int:
     Args:
         sizes: elements of the tensors that it sends.
         free: bytes of free memory, of which the engine keeps half for its own share of a refit.
-
-    Raises:
-        UnsupportedError: the largest tensor does not fit.
     """
     largest, most = max(sizes), free // 4  # half of the bytes, two for each element
     if largest > most:
@@ -329,9 +309,6 @@ def refits(llm: Any) -> list[float]:
     The tensors of a batch lie apart; a later one may lie where an earlier one did. So the sender
     takes a few GiB and not the size of the model, and as much memory is read. Where less is free,
     tensors of a batch share memory too.
-
-    Raises:
-        UnsupportedError: too little memory is free.
     """
     import torch
 

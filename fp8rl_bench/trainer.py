@@ -34,7 +34,6 @@ def measure(job: dict[str, Any], row: Row) -> None:
     Args:
         job: ``model`` (a folder), ``config`` (its config.json), ``random``, ``device``, and
             ``folder`` with the rollouts' answers.
-        row: of the trainer.
     """
     from megatron_fp8rl.testing.exact_replay import alone
     from megatron_fp8rl.testing.local_spec import completed_local_spec

@@ -51,8 +51,6 @@ def engine_arguments(
     """Return the arguments of ``vllm.LLM`` for a variant.
 
     Args:
-        variant: one of :data:`VARIANTS`.
-        keys: further keys of fp8rl's recipes.
         trained: the engine loads a checkpoint in BF16, which vLLM's own FP8 quantizes.
     """
     if variant == "bf16":

@@ -41,11 +41,8 @@ def make_batch(
     """Put the prompt and the completion of each sequence into one row.
 
     Args:
-        prompts: token ids.
-        completions: token ids, with EOS.
         logprobs: logprob of each completion token under the policy that sampled it, or None.
         length: ``T + 1``, at least the length of the longest sequence.
-        pad_id: token id that fills the rows; the mask excludes padding.
     """
     rows = len(prompts)
     tokens = torch.full((rows, length), pad_id, dtype=torch.int64)

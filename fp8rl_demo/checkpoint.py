@@ -59,17 +59,6 @@ def save(
     The files are written to a folder that :func:`latest` ignores and synced; then the folder is
     renamed. A kill at any moment leaves the older checkpoints as they were.
 
-    Args:
-        folder: folder of all checkpoints of the run.
-        step: number of finished steps.
-        model: HF-named parameters and KV scales.
-        trainer: state of the trainer, see :class:`Checkpoint`.
-        identity: what must be equal for a run to continue.
-        model_folder: folder with ``config.json`` and tokenizer, which are copied.
-
-    Returns:
-        The checkpoint's folder.
-
     Raises:
         CheckpointError: a file cannot be written, or ``trainer`` contains something that cannot be
             stored.
@@ -113,10 +102,6 @@ def latest(folder: Path) -> Path | None:
 
 def load(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
     """Read one checkpoint.
-
-    Args:
-        path: folder that :func:`save` wrote.
-        identity: identity of the run that continues; None skips the comparison.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the format or the identity differs.

@@ -89,22 +89,12 @@ def demo(
         if not supervisor.interrupted:
             if model is None:
                 common["warm_start"] = latest(warm_start) or warm_start
-            supervisor.run(
-                [
-                    Stage(
-                        precision,
-                        {
-                            **common,
-                            "folder": out / precision,
-                            "precision": precision,
-                            "recipe": recipes[precision].to_dict(),
-                            "steps": steps,
-                            "resume": resume,
-                        },
-                    )
-                    for precision in precisions
-                ]
-            )
+            common |= {"steps": steps, "resume": resume}
+            jobs = [
+                {"precision": p, "folder": out / p, "recipe": recipes[p].to_dict(), **common}
+                for p in precisions
+            ]
+            supervisor.run([Stage(job["precision"], job) for job in jobs])
     finally:  # of what ran before an error too
         with console.status("Writing the report"):
             report = write_report(out)
@@ -147,11 +137,7 @@ def _check_recipe(recipe: Recipe, settings: Settings, gpu: bool) -> None:
 
 
 def _length(settings: Settings, task: Task) -> int:
-    """Return the tokens of the longest prompt and answer.
-
-    Raises:
-        OptionError: the model has fewer positions.
-    """
+    """Return the tokens of the longest prompt and answer."""
     from fp8rl.models.folder import folder_config
     from fp8rl_demo.settings import POSITIONS, tokenizer_of
 
@@ -237,16 +223,7 @@ def _resume_command(out: Path, precisions: list[str], given: dict[str, Any]) -> 
 
 
 def _make_folders(out: Path, again: list[str], folders: list[Path]) -> None:
-    """Delete the folders of earlier runs and make those of the new ones.
-
-    Args:
-        out: folder of all runs.
-        again: runs to delete, because they start again. The warm start is a cache and stays.
-        folders: folders to make.
-
-    Raises:
-        OptionError: a folder cannot be deleted or made.
-    """
+    """Delete the folders of earlier runs and make those of the new ones."""
     try:
         for precision in again:
             if (out / precision / "run.json").is_file() or (out / precision / "log.txt").is_file():

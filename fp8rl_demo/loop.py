@@ -30,6 +30,7 @@ from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss, merge_metrics
 
 MISMATCH = (
     "token_mult_prob_error",
+    "capped_prob_error",
     "kl_k1",
     "kl_k2",
     "kl_k3",
@@ -43,16 +44,7 @@ _SAMPLES_SHOWN = 8
 
 
 class GrpoRun:
-    """The run of one precision; on a CPU everything random is a function of (seed, step).
-
-    Args:
-        precision: precision, which is also the name of the run.
-        recipe: recipe of this precision, see :func:`fp8rl_demo.settings.recipe_for`.
-        settings: sizes and hyperparameters.
-        length: tokens of the longest prompt and answer.
-        folder: folder for ``metrics.jsonl``, ``samples.jsonl``, ``run.json`` and checkpoints.
-        events: receives the progress.
-    """
+    """The run of one precision; on a CPU everything random is a function of (seed, step)."""
 
     def __init__(
         self,
@@ -88,11 +80,6 @@ class GrpoRun:
         Args:
             steps: number of GRPO steps, with those before a resume.
             warm_start: checkpoint folder with the initial weights; None: the pretrained model's.
-            resume: continue from the newest checkpoint in the folder, if there is one.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be used.
-            KeyboardInterrupt: a stop was requested; a checkpoint has been written.
         """
         self._events("start trainer", 0, steps)
         found = checkpoint.latest(self._folder) if resume else None

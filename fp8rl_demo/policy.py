@@ -20,7 +20,6 @@ class MegatronPolicy:
     """A GPTModel with Megatron-Core's DDP and mixed-precision Adam, with FP8 linears by recipe.
 
     Args:
-        settings: sizes and hyperparameters.
         recipe: ``training`` and ``pins`` decide which linear layers run in FP8, ``kv_cache``
             whether attention sees K and V as the rollout's cache holds them.
     """
@@ -59,14 +58,6 @@ class MegatronPolicy:
         """Do one optimizer step over a minibatch, in micro-batches by Megatron-Core's schedule.
 
         The losses of the micro-batches are added: ``loss_fn`` divides by the whole minibatch.
-
-        Args:
-            batch: the minibatch.
-            loss_fn: loss of a micro-batch.
-            learning_rate: learning rate of this step.
-
-        Returns:
-            ``loss`` and ``grad_norm``.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 

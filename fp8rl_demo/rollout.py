@@ -51,16 +51,7 @@ class Samples:
 
 
 class VllmRollout:
-    """An engine that starts with dummy weights and needs a refit before it generates.
-
-    Args:
-        settings: sizes and hyperparameters.
-        recipe: ``rollout``, ``pins`` and ``kv_cache`` decide what runs in FP8.
-        folder: model folder with ``config.json`` and the tokenizer.
-        stop_ids: tokens that end a completion.
-        length: most tokens of a sequence.
-        seed: of what is sampled without a seed of its own.
-    """
+    """An engine that starts with dummy weights and needs a refit before it generates."""
 
     def __init__(
         self,

@@ -108,11 +108,7 @@ class Settings(_Frozen):
 
 
 def recipe_for(precision: Precision, recipe: Recipe) -> Recipe:
-    """Return the recipe of a precision: ``recipe`` for fp8, and changed for the others.
-
-    Raises:
-        RecipeError: ``exact`` does not go with another key.
-    """
+    """Return the recipe of a precision: ``recipe`` for fp8, and changed for the others."""
     if precision == "fp8":
         return recipe
     if precision == "exact":  # it takes no pins

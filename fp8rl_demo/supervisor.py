@@ -48,12 +48,7 @@ class Stage:
 
 
 class Supervisor:
-    """Runs stages, at most ``parallel`` at a time, and forwards interrupts to them.
-
-    Args:
-        console: console for the progress bars.
-        parallel: number of processes at a time.
-    """
+    """Runs stages, at most ``parallel`` at a time, and forwards interrupts to them."""
 
     def __init__(self, console: Console, parallel: int) -> None:
         self._console = console
@@ -68,11 +63,7 @@ class Supervisor:
         return self._interrupts > 0
 
     def run(self, stages: Sequence[Stage]) -> None:
-        """Run all stages, each in a thread; after an interrupt, no further one is started.
-
-        Raises:
-            DemoError: a stage failed; the message names the reason and the log file.
-        """
+        """Run all stages, each in a thread; after an interrupt, no further one is started."""
         with (
             self._forward_interrupts(),
             self._progress() as progress,

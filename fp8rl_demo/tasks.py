@@ -14,12 +14,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from fp8rl.errors import OptionError
 
 Split = Literal["train", "validation"]
-SPLITS: tuple[Split, ...] = get_args(Split)
 SEED = 20260801
 ONE, TWO = range(10), range(10, 100)
 HELD_OUT = (("+", ONE, 12), ("+", TWO, 88), ("-", ONE, 5), ("-", TWO, 95))
@@ -31,12 +30,7 @@ ANSWER_IN = "\n\nGive the final answer between <answer> and </answer>."
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One arithmetic problem.
-
-    Attributes:
-        prompt: text that the policy reads; it ends in "=".
-        answer: decimal digits that the policy must write before EOS, without leading zeros.
-    """
+    """One arithmetic problem."""
 
     prompt: str
     answer: str
@@ -56,11 +50,6 @@ class Task:
 
 def load_task(name: str, options: dict[str, Any], *, in_words: bool) -> Task:
     """Return the task of a run.
-
-    Args:
-        name: ``sums``, or a dataset of reasoning-gym.
-        options: arguments of that dataset.
-        in_words: ask for sums in words.
 
     Raises:
         OptionError: reasoning-gym is not installed, or has no such dataset with answers.
@@ -131,15 +120,7 @@ def load_problems(split: Split) -> tuple[Problem, ...]:
 
 
 def reward(answer: str, completion: str) -> float:
-    """Return 1.0 if the completion is the answer, else 0.0.
-
-    The mean reward of a batch is therefore its accuracy.
-
-    Args:
-        answer: the right answer.
-        completion: decoded text before EOS. It is not stripped: a leading zero, a space or one
-            more digit is wrong.
-    """
+    """Return 1.0 if the completion is the answer, not stripped, else 0.0: the mean is accuracy."""
     return float(completion == answer)
 
 
@@ -149,11 +130,6 @@ def demonstrations(problems: Sequence[Problem], *, seed: int, step: int) -> tupl
     "85" and "85 " are the same number, but only the first is rewarded. After the warm start the
     policy writes both, and GRPO has a habit to change that shows in the reward within tens of
     steps. Learning to add takes far more samples.
-
-    Args:
-        problems: one batch.
-        seed: seed of the run.
-        step: 0-based step of the warm start. The result is a pure function of all arguments.
     """
     coin = random.Random(f"demonstrations/{seed}/{step}")
     return tuple(p.answer if coin.random() < 0.5 else f"{p.answer} " for p in problems)
@@ -166,12 +142,6 @@ def sample_batch(
 
     Each epoch is a new shuffle from (seed, epoch), and a step takes the next ``size`` problems. So
     no problem is repeated before all others were drawn, and a resumed run needs no sampler state.
-
-    Args:
-        problems: problems of the split, at least one.
-        size: number of problems, at least 1; may exceed ``len(problems)``.
-        seed: seed of the run.
-        step: 0-based step number.
     """
     batch: list[Problem] = []
     position = step * size

@@ -46,12 +46,7 @@ class CharTokenizer:
         self._ids = {token: i for i, token in enumerate(tokens)}
 
     def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
-        """Return the token ids of ``text``, after BOS unless ``add_bos`` is False, without EOS.
-
-        Raises:
-            KeyError: a character is not in ``tokens``. (The Hugging Face tokenizer returns
-                ``<unk>`` instead, as that interface requires.)
-        """
+        """Return the token ids of ``text``, after BOS unless ``add_bos`` is False, without EOS."""
         ids = [self._ids[token] for token in re.findall(self.pattern, text)]
         return [self.bos_id, *ids] if add_bos else ids
 
@@ -78,9 +73,7 @@ class CharTokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(self.pattern), "isolated")
         tokenizer.decoder = decoders.Fuse()
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A",
-            pair=f"{bos} $A {bos} $B",
-            special_tokens=[(bos, self.bos_id)],
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, self.bos_id)]
         )
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
@@ -101,13 +94,6 @@ class ChatTokenizer:
     """The tokenizer of a pretrained model: prompts are questions of a user, by its chat template.
 
     Without a template a prompt is the question alone.
-
-    Args:
-        folder: folder of the model.
-
-    Attributes:
-        pad_id: token id that fills rows.
-        stop_ids: tokens that end a completion.
     """
 
     def __init__(self, folder: Path) -> None:

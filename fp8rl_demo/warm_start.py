@@ -42,20 +42,7 @@ def identity(settings: Settings) -> dict:
 
 
 def run_warm_start(settings: Settings, length: int, folder: Path, events: EventWriter) -> Path:
-    """Train from scratch, or reuse the checkpoint of an equal earlier run in ``folder``.
-
-    Args:
-        settings: sizes and hyperparameters.
-        length: tokens of the longest prompt and answer.
-        folder: folder for the checkpoint.
-        events: receives the progress.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        KeyboardInterrupt: a stop was requested.
-    """
+    """Train from scratch, or reuse the checkpoint of an equal earlier run in ``folder``."""
     plan = settings.warm_start
     found = checkpoint.latest(folder)
     if found is not None:

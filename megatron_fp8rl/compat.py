@@ -61,9 +61,6 @@ def check_forward_impl() -> None:
 
     ``ColumnParallelLinear._forward_impl`` and ``RowParallelLinear._forward_impl``
     (tensor_parallel/layers.py) must exist, and ``forward`` must call them with known arguments.
-
-    Raises:
-        UnsupportedError: this megatron-core is older than :data:`OLDEST`, or built differently.
     """
     import megatron.core
     from megatron.core.tensor_parallel import layers
@@ -170,9 +167,6 @@ def register_with_bridge(fp8_classes: Iterable[type]) -> None:
 
     ``AutoMapping`` (models/conversion/param_mapping.py) knows linear classes by name, as "column"
     or "row" parallel or "replicated".
-
-    Raises:
-        UnsupportedError: Megatron-Bridge is not installed, or has no such registry.
     """
     try:
         from megatron.bridge.models.conversion.param_mapping import AutoMapping
@@ -193,11 +187,7 @@ def register_with_bridge(fp8_classes: Iterable[type]) -> None:
 
 
 def check_neutral(name: str, options: dict[str, Any]) -> None:
-    """Refuse arguments of a newer ``_forward_impl`` that request something unknown.
-
-    Raises:
-        UnsupportedError: naming the argument and the module.
-    """
+    """Refuse arguments of a newer ``_forward_impl`` that request something unknown."""
     for key, value in options.items():
         if value != _NEUTRAL.get(key):
             option = _OPTIONS.get(key, key)

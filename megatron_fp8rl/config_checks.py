@@ -9,14 +9,7 @@ from megatron_fp8rl import compat
 
 
 def check_config(config: Any) -> None:
-    """Refuse a release of megatron-core, or a model's config, that FP8 linears do not serve.
-
-    Args:
-        config: ``TransformerConfig`` of the model.
-
-    Raises:
-        UnsupportedError: naming the release or the option.
-    """
+    """Refuse a release of megatron-core, or a model's config, that FP8 linears do not serve."""
     compat.check_forward_impl()
     refused = {
         "fp8": "megatron's own FP8 would quantize the same layers",
@@ -51,12 +44,8 @@ def check_no_cuda_graphs(config: Any, reason: str, remedy: str) -> None:
     """Refuse a model that megatron-core would run in CUDA graphs.
 
     Args:
-        config: ``TransformerConfig`` of the model.
         reason: what a replayed graph would do wrong, for the error.
         remedy: what to do instead of switching graphs off.
-
-    Raises:
-        UnsupportedError: an option of the config asks for CUDA graphs.
     """
     for option in compat.CUDA_GRAPHS:
         value = getattr(config, option, None)
@@ -74,10 +63,6 @@ def unknown_attention(config: Any) -> str | None:
 
 def check_router_replay(config: Any) -> None:
     """Refuse routers that would ignore replayed routes without a word.
-
-    Args:
-        config: ``TransformerConfig``; nothing is checked unless ``moe_enable_routing_replay`` is
-            set.
 
     Raises:
         UnsupportedError: the router is fused or balances by Sinkhorn: neither asks RouterReplay.

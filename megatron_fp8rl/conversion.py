@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,22 +16,20 @@ import torch
 
 from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
-from fp8rl.gemm import BackendChoice, GemmBackend, GemmShape, GroupedBackend, GroupedShape
+from fp8rl.gemm import BackendChoice
 from fp8rl.gemm.reference import Float64Backend
-from fp8rl.kernels import REMEDY, require_fp8_linears
+from fp8rl.kernels import require_fp8_linears
 from fp8rl.listing import listed
-from fp8rl.numerics import BLOCK, GROUP, LastExpertRows, Quantized
+from fp8rl.numerics import BLOCK, LastExpertRows, Quantized
 from fp8rl.precision_report import precision_text
 from fp8rl.recipe import Pins
-from fp8rl.training.layout import REPLICATED
-from fp8rl.training.linear import Fp8State
-from fp8rl.training.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
+from fp8rl.training.weight_codes import KeepingCodes, WeightEpoch
 from megatron_fp8rl import compat, precision_file
 from megatron_fp8rl.config_checks import check_config
 from megatron_fp8rl.export import ModelChunks, in_wrapper, path_of_adapter, unwrap_chunks
 from megatron_fp8rl.hf_names import module_names
 from megatron_fp8rl.layers import exact
-from megatron_fp8rl.layers.linear import FP8_CLASSES, Fp8Linear, Fp8Module, check_weight
+from megatron_fp8rl.layers.linear import FP8_CLASSES, Fp8Linear, Fp8Module, change_of
 from megatron_fp8rl.layers.linear_modules import Site, sites, weights_of
 from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP, can_fuse
 
@@ -61,16 +60,13 @@ class Conversion:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        policy: PinPolicy,
-        chunks: Iterable[torch.nn.Module] = (),
+        self, recipe: Recipe, policy: PinPolicy, chunks: Iterable[torch.nn.Module] = ()
     ) -> None:
         self.recipe = recipe
         self.policy = policy
         inside: list[Any] = [module for chunk in chunks for module in chunk.modules()]
         linears = (module for module in inside if isinstance(module, Fp8Linear))
-        self._modules = _by_name((linear.fp8_state.name, linear) for linear in linears)
+        self._modules: dict[str, Any] = {linear.fp8_state.name: linear for linear in linears}
         self._setups = {module: _setup_of(module) for module in inside}
         self._closed = False
 
@@ -217,8 +213,6 @@ def prepare(config: Any, recipe: Recipe, more_pins: Pins | None = None) -> Setup
     """Resolve pins and backends for a model of this config, for :func:`adopt`; change nothing.
 
     Args:
-        config: ``TransformerConfig`` of the model.
-        recipe: what runs in FP8.
         more_pins: pins to join with the recipe's.
 
     Raises:
@@ -244,11 +238,8 @@ def _setup(
         require_fp8_linears(policy)
         # A CPU's sums in float32 would show their order.
         offered[Float64Backend.name] = Float64Backend()
-    backends = BackendChoice(
-        offered,
-        (recipe.weights.scale_format, recipe.activations.scale_format),
-        gemm_backend,
-    )
+    formats = recipe.weights.scale_format, recipe.activations.scale_format
+    backends = BackendChoice(offered, formats, gemm_backend)
     return Setup(recipe, policy, backends, WeightEpoch(), LastExpertRows(), wrapped)
 
 
@@ -256,10 +247,6 @@ def adopt(setup: Setup, roots: Sequence[torch.nn.Module]) -> None:
     """Turn the linear modules of model chunks, or of one layer, into FP8 ones.
 
     With ``exact`` also what :func:`megatron_fp8rl.layers.exact.plan` lists of the chunks.
-
-    Args:
-        setup: of the conversion.
-        roots: the chunks, or the layer.
 
     Raises:
         As :func:`convert`; nothing has been changed then.
@@ -273,21 +260,19 @@ def adopt(setup: Setup, roots: Sequence[torch.nn.Module]) -> None:
                 "linears keep inside; set training to false in the recipe, or train without "
                 "adapters."
             )
-    found = (site for root in roots for site in sites(root, wrapped=setup.wrapped))
+    found = sites(roots, wrapped=setup.wrapped)
     plan = [site for site in found if site.runs_in_fp8(setup.policy)]
-    _by_name((site.name, site.module) for site in plan)
-    for site in plan:
-        _check(site, setup)
-    inside = [module for root in roots for module in root.modules()]
+    classes = fp8_classes()
+    changes = [change_of(site, classes, setup) for site in plan]
+    inside: list[Any] = [module for root in roots for module in root.modules()]
     try:
-        for site in plan:
-            _swap(site, setup)
+        for module, ours, attributes in chain(changes, shared):
+            module.__class__ = ours
+            module.__dict__.update(attributes, fp8_setup=setup)
         for module in inside:
             if can_fuse(module):
-                _become(module, Fp8SwigluMLP, setup)
-        for module, ours, attributes in shared:
-            _become(module, ours, setup)
-            module.__dict__.update(attributes)
+                module.__class__ = Fp8SwigluMLP
+                module.fp8_setup = setup
     except BaseException:  # an interrupt: no handle would ever close what is converted
         for module in inside:
             if isinstance(module, Fp8Module):
@@ -325,7 +310,7 @@ def conversion_of(model: ModelChunks) -> Conversion:
             "from a spec of megatron_fp8rl.integrations.megatron_lm."
         )
     first = setups[0]
-    for site in (site for chunk in chunks for site in sites(chunk, wrapped=first.wrapped)):
+    for site in sites(chunks, wrapped=first.wrapped):
         setup = _setup_of(site.module) or first
         converted = isinstance(site.module, Fp8Linear)
         if setup.recipe != first.recipe or site.runs_in_fp8(first.policy) != converted:
@@ -340,23 +325,6 @@ def conversion_of(model: ModelChunks) -> Conversion:
 def _setup_of(module: Any) -> Setup | None:
     """Return the setup of the conversion that a module belongs to."""
     return module.fp8_setup if isinstance(module, Fp8Module) else None
-
-
-def _by_name(modules: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Map global names to modules.
-
-    Raises:
-        UnsupportedError: a name comes twice.
-    """
-    found: dict[str, Any] = {}
-    for name, module in modules:
-        if name in found:
-            raise UnsupportedError(
-                f"The model chunks hold '{name}' twice; give each chunk of one model once, and "
-                "another model by itself."
-            )
-        found[name] = module
-    return found
 
 
 def weight_codes_hf(module: Any) -> dict[str, Quantized]:
@@ -387,82 +355,6 @@ def weight_codes_hf(module: Any) -> dict[str, Quantized]:
             codes = layout.codes_to_hf(codes)
         found |= layout.by_name(name, codes)
     return found
-
-
-def _check(site: Site, setup: Setup) -> None:
-    kind = type(site.module)
-    ours = fp8_classes().get(kind)
-    if ours is None:
-        raise UnsupportedError(
-            f"'{site.path}' is a {kind.__name__}; FP8 linears replace ColumnParallelLinear, "
-            "RowParallelLinear and TransformerEngine's linear classes alone (pin the module to "
-            "BF16, or build the model from another layer spec)."
-        )
-    ours.check_options(site.path, site.module)
-    for weight in site.weights:
-        expected = site.layout.rows + site.other_rows
-        if len(weight) != expected:
-            raise UnsupportedError(
-                f"'{site.path}' has {len(weight)} rows where its config says {expected}; pin it "
-                "to BF16."
-            )
-        check_weight(site.path, weight)
-    for part, rows in site.sharded.items():
-        if part in REPLICATED and rows % BLOCK[0]:
-            raise UnsupportedError(
-                f"'{site.path}' has {rows} rows of '{part}' on this rank, no multiple of "
-                f"{BLOCK[0]}, and a rank of the rollout has all of them, so their codes would "
-                "differ; pin kind a_proj to BF16, or use TransformerEngine's spec."
-            )
-    first = site.weights[0]
-    out_features, in_features = len(first) - site.other_rows, first.shape[1]
-    if first.device.type == "meta":
-        return  # the model gets its memory, and its device, later
-    backend: GemmBackend | GroupedBackend
-    if site.grouped:
-        sizes = (GROUP,) * len(site.weights)
-        experts = GroupedShape(sizes, out_features, in_features, first.dtype)
-        backend = setup.backends.pick_grouped(first.device, experts, site.name)
-    else:
-        shape = GemmShape(GROUP, out_features, in_features, first.dtype)
-        backend = setup.backends.pick(first.device, shape, site.name)
-    if setup.recipe.exact:
-        _require_exact_backend(backend.name, site.name, first)
-
-
-def _require_exact_backend(backend: str, name: str, weight: torch.Tensor) -> None:
-    """Raise UnsupportedError for a backend of a linear layer whose sums are not the rollout's."""
-    needed = "reference" if weight.is_cpu else "deep_gemm"
-    if backend != needed:
-        raise UnsupportedError(
-            f"exact needs the GEMM backend '{needed}' for '{name}' {list(weight.shape)} in the "
-            f"trainer, and '{backend}' would multiply it; install DeepGEMM on a GPU (a vLLM wheel "
-            "carries it), name no other backend, choose a model with multiples of 64 features on "
-            f"each rank (128 in experts), {REMEDY}"
-        )
-
-
-def _swap(site: Site, setup: Setup) -> None:
-    codes = WeightCodes(
-        site.layout,
-        setup.recipe.weights.scale_format,
-        setup.epoch,
-        stacked=site.grouped,
-    )
-    _become(site.module, fp8_classes()[type(site.module)], setup)
-    site.module.fp8_state = Fp8State(
-        site.name,
-        codes,
-        setup.backends,
-        setup.recipe.activations.scale_format,
-        experts=site.names if site.grouped else (),
-        last_rows=setup.last_rows,
-    )
-
-
-def _become(module: Any, ours: type[Fp8Module], setup: Setup) -> None:
-    module.__class__ = ours
-    module.fp8_setup = setup
 
 
 def fp8_classes() -> dict[type, type[Fp8Linear]]:

@@ -29,12 +29,7 @@ STEM, WRAPPED_STEM = "model.", QWEN3_5.wrapper
 
 
 def module_names(config: Any, *, wrapped: bool = False) -> tuple[str, ...]:
-    """List the HF names of all modules with weights in the whole model, in order.
-
-    Args:
-        config: the ``TransformerConfig`` of a GPTModel.
-        wrapped: it is the language model of a multimodal one.
-    """
+    """List the HF names of all modules with weights in the whole model, in order."""
     spec = _spec(config, wrapped=wrapped)
     drafts: list[str] = []
     for number in range(config.mtp_num_layers or 0):  # made of the last decoder layer's spec
@@ -79,9 +74,6 @@ def joint_name(config: Any, prefix: str) -> str:
 def experts_of(config: Any) -> Experts | None:
     """Return the table's entry for the experts of a GPTModel: Qwen's shared expert has a gate,
     DeepSeek's has none.
-
-    Args:
-        config: the ``TransformerConfig``.
     """
     if config.num_moe_experts is None:
         return None
@@ -97,11 +89,7 @@ def shared_expert_name(config: Any) -> str:
 
 
 def linear_attention_layers(config: Any) -> list[bool]:
-    """Tell for each decoder layer whether it is a gated delta net, which has no keys and values.
-
-    Args:
-        config: the ``TransformerConfig`` of a GPTModel.
-    """
+    """Tell for each decoder layer whether it is a gated delta net, which has no keys and values."""
     if getattr(config, "experimental_attention_variant", None) not in compat.GATED_DELTA_NETS:
         return [False] * config.num_layers
     frequency = config.linear_attention_freq

@@ -14,14 +14,7 @@ _FORMAT = 1
 
 
 def save(folder: str | os.PathLike[str], recipe: Recipe, policy: PinPolicy) -> Path:
-    """Write the table to ``folder/fp8rl_precision.json``, whole or not at all.
-
-    Returns:
-        The file.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Write the table to ``folder/fp8rl_precision.json``, whole or not at all."""
     path = Path(folder) / FILE_NAME
     table = {
         "format": _FORMAT,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from fp8rl import hookimpl
-from fp8rl.plugins.adapters import ConfigRequest, Diagnosis, EngineAdapter
+from fp8rl.plugins.adapters import EngineAdapter
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import typer
 
-    from fp8rl import Recipe
     from nemo_rl_ext.grpo.importance_sampling import Corrector
 
 
@@ -30,10 +28,10 @@ def register_engine_adapters() -> list[EngineAdapter]:
     return [
         EngineAdapter(
             "nemo-rl",
-            _diagnose,
-            examine_config=_examine_config,
-            examine_environments=_examine_environments,
-            recipe_of=_rollout_recipe,
+            _late("examination", "diagnose"),
+            examine_config=_late("examination", "examine"),
+            examine_environments=_late("environments", "examine_environments"),
+            recipe_of=_late("examination", "rollout_recipe"),
         )
     ]
 
@@ -46,25 +44,10 @@ def register_commands(app: typer.Typer) -> None:
     app.command()(recipes)
 
 
-def _diagnose() -> Diagnosis:
-    from nemo_rl_ext.doctor.examination import diagnose  # torch comes with the patches
+def _late(module: str, name: str) -> Any:
+    """Return a function of the doctor's that imports its module, and torch, when it is called."""
 
-    return diagnose()
+    def call(*arguments: Any) -> Any:
+        return getattr(import_module(f"nemo_rl_ext.doctor.{module}"), name)(*arguments)
 
-
-def _examine_config(request: ConfigRequest) -> Diagnosis:
-    from nemo_rl_ext.doctor.examination import examine
-
-    return examine(request)
-
-
-def _examine_environments(source: Path | None) -> Diagnosis:
-    from nemo_rl_ext.doctor.environments import examine_environments
-
-    return examine_environments(source)
-
-
-def _rollout_recipe(config: Path) -> Recipe:
-    from nemo_rl_ext.doctor.examination import rollout_recipe
-
-    return rollout_recipe(config)
+    return call

@@ -21,11 +21,7 @@ _USE = (
 
 
 def folder() -> Path:
-    """Return the folder of the recipes: in the installed package, or beside it in a clone.
-
-    Raises:
-        UnsupportedError: there is neither.
-    """
+    """Return the folder of the recipes: in the installed package, or beside it in a clone."""
     package = Path(__file__).resolve().parent
     for found in (package / "recipes", package.parent / "recipes"):
         if (found / f"{KEYS}.yaml").is_file():

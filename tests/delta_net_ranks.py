@@ -18,8 +18,8 @@ from fp8rl.recipe import KVCache
 from megatron_fp8rl import convert
 from megatron_fp8rl.export import export_hf, load_hf
 from megatron_fp8rl.testing.cpu_shim import CpuShim
-from megatron_fp8rl.testing.launch import join
 from megatron_fp8rl.testing.models import build_gpt
+from support.launch import join
 
 RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
 NORM = "decoder.layers.0.input_layernorm.weight"

@@ -43,11 +43,7 @@ class InstallError(Exception):
 
 
 def check_machine(version: tuple[int, ...], platform: str) -> None:
-    """Refuse a Python or a system that the engines have no wheels for.
-
-    Raises:
-        InstallError: with what to do.
-    """
+    """Refuse a Python or a system that the engines have no wheels for."""
     if not OLDEST <= version[:2] <= NEWEST:
         raise InstallError(
             "fp8rl needs Python {}.{} to {}.{}, this is {}.{}; name another one, for example: "
@@ -61,11 +57,7 @@ def check_machine(version: tuple[int, ...], platform: str) -> None:
 
 
 def uv_settings(listing: str) -> dict[str, str]:
-    """Return variables that make uv look where pip looks; uv reads none of pip's settings.
-
-    Args:
-        listing: what ``pip config list`` prints. Variables of uv that are set already stay.
-    """
+    """Return variables that make uv look where pip looks; uv reads none of pip's settings."""
     found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # the best of all indexes, as pip takes
     told = [line.partition("=") for line in listing.splitlines()]
     for section in PIP_SECTIONS:
@@ -88,13 +80,7 @@ def uv_environment(python: Path) -> dict[str, str]:
 def find_torch(
     python: Path, requirement: str, environment: dict[str, str]
 ) -> dict[str, str] | None:
-    """Return variables with which uv finds a CPU build of torch; None where nothing has it.
-
-    Args:
-        python: the interpreter to install for.
-        requirement: such as ``torch==2.13.0+cpu``.
-        environment: variables of uv; else PyTorch's index is added to them.
-    """
+    """Return variables with which uv finds a CPU build of torch; None where nothing has it."""
     index = os.environ.get("FP8RL_TORCH_INDEX") or TORCH_INDEX
     more = environment | {"UV_INDEX": f"{environment.get('UV_INDEX', '')} {index}".strip()}
     for tried in (environment, more):
@@ -110,11 +96,7 @@ def uv_install(python: Path, *arguments: str) -> list[str]:
 
 
 def run(title: str, command: list[str], environment: dict[str, str] | None = None) -> None:
-    """Run one step.
-
-    Raises:
-        InstallError: it failed; the end of what it said is in the error.
-    """
+    """Run one step."""
     print(f"{title} ...", flush=True)
     began = time.monotonic()
     done = subprocess.run(
@@ -126,11 +108,7 @@ def run(title: str, command: list[str], environment: dict[str, str] | None = Non
 
 
 def install() -> None:
-    """Bring `.venv` up to date.
-
-    Raises:
-        InstallError: with what to do; `.venv` is then not taken for finished.
-    """
+    """Bring `.venv` up to date."""
     check_machine(tuple(sys.version_info), sys.platform)
     files = (PACKAGES, ROOT / "pyproject.toml", Path(__file__))
     key = hashlib.sha256(b"\0".join([str(ROOT).encode(), *(f.read_bytes() for f in files)]))

@@ -43,12 +43,7 @@ def _wrapped(text: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return {"vision_config": vision, "text_config": {**text, **more}}
 
 
-_LATENT = {
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
+_LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _DELTA_NET = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,

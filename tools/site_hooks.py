@@ -30,12 +30,6 @@ _LINK = re.compile(r"(\]\()(?!https?://|#)([^)\s#]+)(#[^)\s]*)?(\))")
 _ROLE = re.compile(r":(?:py:)?(?:class|func|mod|meth|data|attr|exc):<code>~?([^<]*)</code>")
 
 
-def _in_repository(page: str) -> str:
-    """The path of a page of the site in the repository."""
-    beside = {name: file for file, name in PAGES.items()}
-    return beside.get(page, f"docs/{page}")
-
-
 def _on_site(target: str) -> str:
     """The path on the site of a file of the repository."""
     if target in PAGES:
@@ -46,8 +40,10 @@ def _on_site(target: str) -> str:
 def _rewritten(markdown: str, page: str, found: set[str] | None = None) -> str:
     """Markdown with its links for the site; ``found`` collects the files that they lead to."""
 
+    file = next((file for file, made in PAGES.items() if made == page), f"docs/{page}")
+    base = posixpath.dirname(file)
+
     def replace(match: re.Match[str]) -> str:
-        base = posixpath.dirname(_in_repository(page))
         target = posixpath.normpath(posixpath.join(base, match[2]))
         if found is not None:
             found.add(target)

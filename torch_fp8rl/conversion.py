@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -20,14 +21,7 @@ from fp8rl.precision_report import precision_text
 from fp8rl.training.layout import RowLayout
 from fp8rl.training.linear import Fp8State
 from fp8rl.training.weight_codes import KeepingCodes, WeightEpoch
-from torch_fp8rl.layers import (
-    Fp8Experts,
-    Fp8GatedMLP,
-    Fp8Linear,
-    Fp8Torch,
-    Matrix,
-    TorchCodes,
-)
+from torch_fp8rl.layers import Fp8Experts, Fp8GatedMLP, Fp8Linear, Fp8Torch, Matrix, TorchCodes
 from torch_fp8rl.modules import DTYPES, Experts, Linears, Site, gated_mlps, sites, spec_of
 
 logger = logging.getLogger(__name__)
@@ -40,11 +34,7 @@ class Conversion:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        policy: PinPolicy,
-        epoch: WeightEpoch,
-        modules: Mapping[str, Fp8Torch],
+        self, recipe: Recipe, policy: PinPolicy, epoch: WeightEpoch, modules: Mapping[str, Fp8Torch]
     ) -> None:
         self.recipe = recipe
         self.policy = policy
@@ -129,7 +119,7 @@ def convert(
     spec = spec_of(model)
     plugins = PluginManager() if plugins is None else plugins
     policy = plugins.pin_policy(recipe.pins, spec.names)
-    epoch, modules = WeightEpoch(), {}
+    epoch, modules = WeightEpoch(), dict[str, Fp8Torch]()
     if recipe.training:
         _check_model(model, recipe)
         formats = (recipe.weights.scale_format, recipe.activations.scale_format)
@@ -138,7 +128,9 @@ def convert(
         for site in found:
             _check(site, backends)
         swap = _Swap(recipe, backends, epoch)
-        modules = {site.name: swap(site) for site in found}
+        for site in found:
+            fp8 = swap.linears(site) if isinstance(site, Linears) else swap.experts(site)
+            modules[site.name] = fp8
         for mlp in gated_mlps(model, spec, modules):
             kind = type(mlp)
             mlp.__class__ = type(f"Fp8{kind.__name__}", (Fp8GatedMLP, kind), {})
@@ -189,19 +181,16 @@ def _check(site: Site, backends: BackendChoice) -> None:
             backends.pick(weight.device, GemmShape(GROUP, out_features, in_features), name)
 
 
+@dataclass(frozen=True, eq=False)
 class _Swap:
     """Turn modules into FP8 ones, which share a recipe, backends and an epoch."""
 
-    def __init__(self, recipe: Recipe, backends: BackendChoice, epoch: WeightEpoch) -> None:
-        self._recipe = recipe
-        self._backends = backends
-        self._epoch = epoch
-        self._last_rows = LastExpertRows()
+    recipe: Recipe
+    backends: BackendChoice
+    epoch: WeightEpoch
+    last_rows: LastExpertRows = field(default_factory=LastExpertRows)
 
-    def __call__(self, site: Site) -> Fp8Torch:
-        return self._linears(site) if isinstance(site, Linears) else self._experts(site)
-
-    def _linears(self, site: Linears) -> Fp8Torch:
+    def linears(self, site: Linears) -> Fp8Torch:
         matrix = Matrix(self._state(site.name, site.layout), site.modules)
         module: Any
         for part, module in enumerate(site.modules.values()):
@@ -210,7 +199,7 @@ class _Swap:
         first: Any = next(iter(site.modules.values()))
         return first
 
-    def _experts(self, site: Experts) -> Fp8Torch:
+    def experts(self, site: Experts) -> Fp8Torch:
         module: Any = site.module
         kind = type(module)
         module.__class__ = type(f"Fp8{kind.__name__}", (Fp8Experts, kind), {})
@@ -224,13 +213,13 @@ class _Swap:
     def _state(self, name: str, layout: RowLayout, experts: tuple[str, ...] = ()) -> Fp8State:
         codes = TorchCodes(
             layout,
-            self._recipe.weights.scale_format,
-            self._epoch,
+            self.recipe.weights.scale_format,
+            self.epoch,
             stacked=bool(experts),
             dtype=torch.bfloat16,
         )
-        form = self._recipe.activations.scale_format
-        return Fp8State(name, codes, self._backends, form, experts, self._last_rows)
+        form = self.recipe.activations.scale_format
+        return Fp8State(name, codes, self.backends, form, experts, self.last_rows)
 
 
 def _warn_of_ragged_widths(found: list[Site]) -> None:

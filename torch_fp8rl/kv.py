@@ -146,11 +146,7 @@ def _attentions(model: nn.Module) -> dict[int, Any]:
 
 
 def _wrap(config: Any) -> None:
-    """Wrap the attention function of a model's implementation, if it is not wrapped yet.
-
-    Raises:
-        UnsupportedError: it is ``eager``, which is no entry of the registry.
-    """
+    """Wrap the attention function of a model's implementation, if it is not wrapped yet."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = config._attn_implementation

@@ -94,10 +94,6 @@ class Matrix:
     multiplies for all of them, so that the input is quantized once and blocks and groups lie where
     the rollout and Megatron have them; the others take their share. A call with anything else in
     between, another input or new weights, multiplies again.
-
-    Args:
-        state: of the matrix.
-        modules: the linears by global HF name, in the order of their rows.
     """
 
     def __init__(self, state: Fp8State, modules: dict[str, nn.Linear]) -> None:
@@ -106,12 +102,7 @@ class Matrix:
         self._shares: _Shares | None = None
 
     def product(self, part: int, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x @ weight.T`` of a module, ``[.., rows of the module]``.
-
-        Args:
-            part: number of the module.
-            x: ``[.., in]``; under autocast it is cast, as ``torch.nn.Linear`` does.
-        """
+        """Return ``x @ weight.T`` of a module, ``[.., rows of the module]``."""
         weights = self._weights()
         if len(weights) == 1:
             return self._multiply(x, weights)
@@ -271,11 +262,7 @@ class Fp8Experts(Fp8Torch):
 
 
 def whole(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a parameter in its forward, if it is not in pieces.
-
-    Raises:
-        UnsupportedError: it is a DTensor.
-    """
+    """Return a parameter in its forward, if it is not in pieces."""
     if isinstance(tensor, DTensor):
         raise UnsupportedError(
             f"'{name}' is a DTensor while its layer runs: give whole decoder layers to "

@@ -92,17 +92,7 @@ Site = Linears | Experts
 
 
 def sites(model: nn.Module, spec: ModelSpec, policy: PinPolicy) -> Iterator[Site]:
-    """Yield the FP8 modules of a model.
-
-    Args:
-        model: a model of transformers, or what wraps it.
-        spec: of its config; a served family.
-        policy: pins of the whole model.
-
-    Raises:
-        PinError: the pins leave a part of the experts of a layer in BF16.
-        UnsupportedError: the model lacks a module, or it is no plain linear.
-    """
+    """Yield the FP8 modules of a model."""
     modules = by_global_name(model, spec)
     groups: dict[str, dict[str, nn.Linear]] = {}
     stacks: dict[str, dict[str, str]] = {}
@@ -129,13 +119,7 @@ def sites(model: nn.Module, spec: ModelSpec, policy: PinPolicy) -> Iterator[Site
 
 
 def gated_mlps(model: nn.Module, spec: ModelSpec, fp8: Collection[str]) -> list[nn.Module]:
-    """Return the MLPs with SwiGLU between matrices in FP8, gate and up without a bias.
-
-    Args:
-        model: as for :func:`sites`.
-        spec: of its config.
-        fp8: global HF names of the matrices in FP8.
-    """
+    """Return the MLPs with SwiGLU between matrices in FP8, gate and up without a bias."""
     if spec.value("hidden_act") not in ("silu", "swish"):
         return []
     modules = by_global_name(model, spec)

@@ -22,14 +22,7 @@ _MOST_SHOWN = 400
 
 
 def write_report(out_dir: Path) -> Path:
-    """Write ``out_dir/report.html`` from what the runs in ``out_dir`` have written so far.
-
-    Returns:
-        The file. An earlier one is replaced atomically.
-
-    Raises:
-        ReportError: ``out_dir`` is not a folder.
-    """
+    """Write ``out_dir/report.html`` from what the runs in ``out_dir`` have written so far."""
     runs = load_runs(out_dir)
     template = Template(_asset("page.html"))
     text = template.substitute(

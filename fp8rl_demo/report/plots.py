@@ -76,10 +76,11 @@ PLOTS = (
         reference=True,
     ),
     Plot(
-        "Mismatch: probability error",
-        "Mean of exp(|Δ log p|) over the sampled tokens; 1 is perfect agreement.",
-        "token mult. probability error (ratio)",
-        lambda run: run.series("mismatch", "token_mult_prob_error"),
+        "Mismatch: capped probability error",
+        "Mean of exp(|Δ log p|) over the sampled tokens, at most 10 for a token; 1 is perfect "
+        "agreement.",
+        "capped_prob_error (ratio)",
+        lambda run: run.series("mismatch", "capped_prob_error"),
         "ratio",
     ),
 )
@@ -150,12 +151,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _svg(
-    name: str,
-    draw: Callable[[Axes], None],
-    *,
-    steps: bool = True,
-) -> str:
+def _svg(name: str, draw: Callable[[Axes], None], *, steps: bool = True) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -27,10 +27,8 @@ class Run:
     """The run of one precision.
 
     Attributes:
-        name: precision, which is the name of the folder.
         steps: lines of ``metrics.jsonl``, sorted by ``step``.
         validation: (finished steps, accuracy in [0, 1]), sorted.
-        samples: lines of ``samples.jsonl``.
         info: ``run.json``; empty if it is missing or incomplete.
     """
 
@@ -103,11 +101,7 @@ class Run:
 
 
 def load_runs(out_dir: Path) -> list[Run]:
-    """Read the runs in ``out_dir``: those of ``ORDER``, then others by name.
-
-    Raises:
-        ReportError: ``out_dir`` is not a folder.
-    """
+    """Read the runs in ``out_dir``: those of ``ORDER``, then others by name."""
     if not out_dir.is_dir():
         raise ReportError(f"{out_dir} is not a folder; give the demo's --out.")
     names = [

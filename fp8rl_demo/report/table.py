@@ -18,7 +18,7 @@ NOTHING = "-"
 def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Return column titles, a column per run, and rows of text; ``NOTHING`` is a missing value."""
     phases = list(dict.fromkeys(phase for run in runs for phase in run.seconds()))
-    titles = ["steps", "reward", "validation accuracy", "KL (k3)", "prob. error", "ESS"]
+    titles = ["steps", "reward", "validation accuracy", "KL (k3)", "capped error", "ESS"]
     titles += ["tokens/s", "s/step", *phases]
     columns = [_column(run, phases) for run in runs]
     rows = [list(row) for row in zip(titles, *columns, strict=True)]
@@ -34,7 +34,7 @@ def _column(run: Run, phases: Sequence[str]) -> list[str]:
         f"{reward[0]:.2f}→{reward[1]:.2f}" if reward else NOTHING,
         f"{accuracy[0]:.0%}→{accuracy[1]:.0%}" if accuracy else NOTHING,
         _number(run.mean("mismatch", "kl_k3"), ".1e"),
-        _number(run.mean("mismatch", "token_mult_prob_error"), ".3f"),
+        _number(run.mean("mismatch", "capped_prob_error"), ".3f"),
         _number(run.mean("mismatch", "ess"), ".3f"),
         _number(run.tokens_per_second(), ",.0f"),
         _number(sum(seconds.values()) if seconds else None, ".2f"),
@@ -80,9 +80,6 @@ def terminal_table(out_dir: Path) -> Table:
 
     Reward is the mean of the first and of the last five steps. Mismatch is the mean over all steps,
     phases are median seconds of a step. The caption says what FP8 gains on a GPU.
-
-    Raises:
-        ReportError: ``out_dir`` is not a folder.
     """
     from rich import box
     from rich.table import Table

@@ -21,11 +21,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8rl.errors import CheckpointError, UnsupportedError
-from fp8rl.training.layout import (
-    REPLICATED,
-    RowLayout,
-    qkv_layout,
-)
+from fp8rl.training.layout import REPLICATED, RowLayout, qkv_layout
 from megatron_fp8rl.config_checks import unknown_attention
 from megatron_fp8rl.hf_names import linear_attention_layers, shared_expert_name
 
@@ -318,11 +314,7 @@ class ParameterMap:
 def read_model(
     model_chunks: ModelChunks, vocab_size: int | None
 ) -> tuple[ParameterMap, list[MappedParameter]]:
-    """Find the rule of every parameter of this rank.
-
-    Raises:
-        UnsupportedError: a module has no Hugging Face counterpart.
-    """
+    """Find the rule of every parameter of this rank."""
     if in_wrapper(model_chunks):
         raise UnsupportedError(
             "This is a multimodal model, whose tower has no Hugging Face names here; export it "
@@ -396,11 +388,7 @@ def _wraps(chunk: Any) -> bool:
 
 
 def as_list(model_chunks: ModelChunks) -> list[torch.nn.Module]:
-    """Return the chunks as they were given, still wrapped.
-
-    Raises:
-        UnsupportedError: they are neither a module nor a list.
-    """
+    """Return the chunks as they were given, still wrapped."""
     if isinstance(model_chunks, torch.nn.Module):
         return [model_chunks]
     if isinstance(model_chunks, str) or not isinstance(model_chunks, Sequence):
@@ -414,11 +402,7 @@ def as_list(model_chunks: ModelChunks) -> list[torch.nn.Module]:
 def pairs_of(
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
 ) -> Iterable[tuple[str, Tensor]]:
-    """Return the pairs of name and tensor of a stream or of a mapping.
-
-    Raises:
-        UnsupportedError: it is neither.
-    """
+    """Return the pairs of name and tensor of a stream or of a mapping."""
     if isinstance(tensors, Mapping):
         return tensors.items()
     if isinstance(tensors, str | bytes) or not isinstance(tensors, Iterable):
@@ -430,11 +414,7 @@ def pairs_of(
 
 
 def device_of(chunks: Sequence[GPTModel]) -> torch.device:
-    """Return the device of a model.
-
-    Raises:
-        UnsupportedError: the model has no memory yet.
-    """
+    """Return the device of a model."""
     device = next(p.device for chunk in chunks for p in chunk.parameters())
     if device.type == "meta":
         raise UnsupportedError(

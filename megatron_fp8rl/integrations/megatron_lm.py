@@ -74,7 +74,6 @@ class SpecConverter:
         """Convert one layer that was just built.
 
         Args:
-            layer: layer to convert.
             reaches_mtp: whether multi-token-prediction layers are built from the same spec.
 
         Raises:
@@ -112,12 +111,8 @@ class Fp8TransformerLayer(Fp8Module, TransformerLayer):
     """A ``TransformerLayer`` whose linear layers run in FP8 where the recipe does not pin them.
 
     Args:
-        config: config of the model.
-        submodules: as upstream; by default those that megatron's GPT builder would take.
-        layer_number: as upstream.
         fp8: what converts the layer.
         reaches_mtp: see :meth:`SpecConverter.adopt`.
-        **options: as upstream.
     """
 
     def __init__(

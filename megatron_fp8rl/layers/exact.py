@@ -9,7 +9,7 @@ hooks and checkpoints stay. Backward passes are torch's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -29,22 +29,42 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.kernels import (
-    REMEDY,
-    head,
-    implementation,
-    reference,
-    require_served_ranks,
-)
+from fp8rl.kernels import REMEDY, head, implementation, reference, require_served_ranks
 from fp8rl.kernels.rotary_table import cos_sin_table, inverse_frequencies
 from fp8rl.numerics import fake_quantize_int8_kv, fake_quantize_kv
 from megatron_fp8rl import compat
 from megatron_fp8rl.layers.experts import ExactMoELayer, ExactRouter, check_experts, require_options
-from megatron_fp8rl.layers.linear import Fp8Module
+from megatron_fp8rl.layers.linear import Change, Fp8Module
 from megatron_fp8rl.layers.norms import SharedRMSNorm
 from megatron_fp8rl.layers.swiglu import requests_swiglu
 
 _HOPPER = (9, 0)
+_CONFIG: dict[str, Any] = {
+    "multi_latent_attention": False,
+    "context_parallel_size": 1,
+    "window_size": None,
+    "attention_dropout": 0,
+    "hidden_dropout": 0,
+    "fp32_residual_connection": False,
+    "apply_residual_connection_post_layernorm": False,
+    "apply_query_key_layer_scaling": False,
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "qk_l2_norm": False,
+    "rotary_interleaved": False,
+    "no_rope_freq": None,
+    "fused_single_qkv_rope": False,
+    "qk_clip": False,
+    "should_pad_vocab": False,
+    "use_mup": False,
+    "log_max_attention_logit": False,
+    "attention_output_gate": False,
+    "normalization": "RMSNorm",
+    "layernorm_zero_centered_gamma": False,
+    "add_qkv_bias": False,
+    "add_bias_linear": False,
+}
+"""Option of a config, and its only good value; a release without the option has no other."""
 _NORM_GRADIENT = "_fused_rms_norm_backward"  # newer than the oldest torch that fp8rl takes
 
 
@@ -274,8 +294,6 @@ class ExactCore(Fp8Module):
                 NeMo RL gives it where it does not pack.
             attn_mask_type: ``causal``; packed sequences may have ``padding_causal``, whose padding
                 is at the end of each.
-            attention_bias: None.
-            packed_seq_params: Megatron's, or None.
 
         Returns:
             ``[s, b, heads * head_size]``, or ``[tokens, heads * head_size]`` if packed, with zeros
@@ -345,15 +363,8 @@ def exact_class(ours: Any, upstream: Any) -> type[Fp8Module]:
     return type(f"Exact{upstream.__name__}", (ours, upstream), {"upstream_class": upstream})
 
 
-Change = tuple[Any, type[Fp8Module], dict[str, Any]]
-"""A module, its new class, attributes to set."""
-
-
 def plan(chunks: Iterable[Any]) -> list[Change]:
     """List what a conversion with ``exact`` changes besides linears.
-
-    Args:
-        chunks: GPTModels of this rank.
 
     Raises:
         UnsupportedError: a place whose bits would not be the rollout's; nothing has been changed.
@@ -361,10 +372,12 @@ def plan(chunks: Iterable[Any]) -> list[Change]:
     found: list[Change] = []
     for chunk in chunks:
         rotation, forward = _checked(chunk), OfForward()
-        for path, norm in _norms(chunk):
+        for name, norm in chunk.decoder.named_modules():
+            if not name.endswith("layernorm") or not list(norm.parameters(recurse=False)):
+                continue
             if type(norm) not in compat.rms_norms():
                 raise UnsupportedError(
-                    f"exact needs torch's or TransformerEngine's RMSNorm at '{path}', not "
+                    f"exact needs torch's or TransformerEngine's RMSNorm at 'decoder.{name}', not "
                     f"{type(norm).__module__}.{type(norm).__name__}; build the model with "
                     f"Megatron's local spec or its TransformerEngine spec, {REMEDY}"
                 )
@@ -379,21 +392,14 @@ def plan(chunks: Iterable[Any]) -> list[Change]:
             found.append((output, ExactColumnParallelLinear, {}))
         for layer in chunk.decoder.layers:
             attention = layer.self_attention
-            core = attention.core_attention
             found.append((attention, ExactSelfAttention, {"exact_rotation": rotation}))
+            core = attention.core_attention
             core_class: Any = exact_class(ExactCore, type(core))  # type: ignore[arg-type]
             found.append((core, core_class, {"exact_forward": forward}))
             if isinstance(layer.mlp, MoELayer):
                 found.append((layer.mlp, ExactMoELayer, {}))
                 found.append((layer.mlp.router, ExactRouter, {}))
     return found
-
-
-def _norms(chunk: Any) -> Iterator[tuple[str, Any]]:
-    for name, module in chunk.decoder.named_modules():
-        leaf = name.rpartition(".")[2]
-        if leaf.endswith("layernorm") and any(True for _ in module.parameters(recurse=False)):
-            yield f"decoder.{name}", module
 
 
 def _checked(chunk: Any) -> Rotation:
@@ -408,49 +414,18 @@ def _checked(chunk: Any) -> Rotation:
                 f"{parameter.dtype}; call model.bfloat16() or wrap the model in Float16Module (in "
                 f"Megatron-Bridge set params_dtype to torch.bfloat16), {REMEDY}"
             )
-    needed = [
-        ("multi_latent_attention", config.multi_latent_attention, False),
-        (
-            "num_query_groups % tensor_model_parallel_size",
-            config.num_query_groups % config.tensor_model_parallel_size,
-            0,
-        ),
-        ("context_parallel_size", config.context_parallel_size, 1),
-        ("window_size", config.window_size, None),
-        ("attention_dropout", config.attention_dropout, 0),
-        ("hidden_dropout", config.hidden_dropout, 0),
-        ("fp32_residual_connection", config.fp32_residual_connection, False),
-        (
-            "apply_residual_connection_post_layernorm",
-            config.apply_residual_connection_post_layernorm,
-            False,
-        ),
-        ("apply_query_key_layer_scaling", config.apply_query_key_layer_scaling, False),
-        ("softmax_scale", getattr(config, "softmax_scale", None), None),
-        ("softmax_type", getattr(config, "softmax_type", "vanilla"), "vanilla"),
-        ("qk_l2_norm", getattr(config, "qk_l2_norm", False), False),
-        ("position_embedding_type", chunk.position_embedding_type, "rope"),
-        ("rotary_percent", chunk.rotary_percent, 1),
-        ("rotary_interleaved", config.rotary_interleaved, False),
-        ("no_rope_freq", getattr(config, "no_rope_freq", None), None),
-        ("fused_single_qkv_rope", getattr(config, "fused_single_qkv_rope", False), False),
-        ("qk_clip", getattr(config, "qk_clip", False), False),
-        ("logit_dtype", getattr(chunk, "logit_dtype", None), None),
-        ("should_pad_vocab", getattr(config, "should_pad_vocab", False), False),
-        ("use_mup", getattr(config, "use_mup", False), False),
-        ("log_max_attention_logit", getattr(config, "log_max_attention_logit", False), False),
-        (
-            "seq_len_interpolation_factor",
-            getattr(rope, "seq_len_interpolation_factor", None),
-            None,
-        ),
-        ("attention_output_gate", getattr(config, "attention_output_gate", False), False),
-        ("normalization", config.normalization, "RMSNorm"),
-        ("layernorm_zero_centered_gamma", config.layernorm_zero_centered_gamma, False),
-        ("add_qkv_bias", config.add_qkv_bias, False),
-        ("add_bias_linear", config.add_bias_linear, False),
-    ]
-    require_options(needed)
+    groups = config.num_query_groups % config.tensor_model_parallel_size
+    interpolation = getattr(rope, "seq_len_interpolation_factor", None)
+    require_options(
+        [
+            *((name, getattr(config, name, good), good) for name, good in _CONFIG.items()),
+            ("num_query_groups % tensor_model_parallel_size", groups, 0),
+            ("position_embedding_type", chunk.position_embedding_type, "rope"),
+            ("rotary_percent", chunk.rotary_percent, 1),
+            ("logit_dtype", getattr(chunk, "logit_dtype", None), None),
+            ("seq_len_interpolation_factor", interpolation, None),
+        ]
+    )
     for layer in chunk.decoder.layers:
         if type(layer.self_attention) is not SelfAttention:
             raise UnsupportedError(
@@ -471,13 +446,12 @@ def _checked(chunk: Any) -> Rotation:
                 f"{layer.layer_number - 1} has another; set config.bias_activation_fusion to true "
                 f"and leave the other options of the activation as they are, {REMEDY}"
             )
-    inverse = _frequencies(chunk)
     device = next(chunk.parameters()).device
     if device.type != "cpu":
         _check_kernels(device, config.kv_channels)
     elif config.num_moe_experts:
         raise UnsupportedError(f"exact needs a Hopper GPU for experts; use one, {REMEDY}")
-    return Rotation(inverse)
+    return Rotation(_frequencies(chunk))
 
 
 def _check_kernels(device: torch.device, dim: int) -> None:
@@ -512,8 +486,8 @@ def _frequencies(chunk: Any) -> Tensor:
         ours = inverse_frequencies(base, dim, factor)
     if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-5, atol=0):
         raise UnsupportedError(
-            "exact serves plain rotary embeddings and Llama 3's rope_scaling, and this model has "
-            f"other frequencies; choose another model, {REMEDY}"
+            "exact serves plain rotary embeddings and Llama 3's rope_scaling, and this model "
+            f"has other frequencies; choose another model, {REMEDY}"
         )
     return ours
 
@@ -624,7 +598,6 @@ def _cudnn_backward(
     Args:
         grad, query, key, value, out: ``[tokens, heads, head_size]``.
         lse: log-sum-exp of the scores, float32 ``[heads, tokens]``.
-        scale: of the scores.
     """
     state = torch.zeros(1, dtype=torch.int64, device=query.device)  # of dropout: none
     found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

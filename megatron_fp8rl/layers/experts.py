@@ -45,11 +45,7 @@ class ExactMoELayer(Fp8Module, MoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Any = None
     ) -> tuple[Tensor, None]:
-        """Compute the mixture of ``[.., hidden]``.
-
-        Raises:
-            UnsupportedError: parts of a CUDA graph, or a mask of padding.
-        """
+        """Compute the mixture of ``[.., hidden]``."""
         if intermediate_tensors is not None or padding_mask is not None:
             raise UnsupportedError(
                 "exact computes a mixture of experts at once and for every token; leave out "
@@ -82,11 +78,7 @@ class ExactMoELayer(Fp8Module, MoELayer):
 
 
 def check_experts(layer: Any) -> None:
-    """Refuse a MoELayer whose result would not be the rollout's.
-
-    Raises:
-        UnsupportedError: names the option or the class.
-    """
+    """Refuse a MoELayer whose result would not be the rollout's."""
     config, router = layer.config, layer.router
     for module, kinds in (
         (layer, [MoELayer]),
@@ -123,11 +115,7 @@ def check_experts(layer: Any) -> None:
 
 
 def require_options(needed: list[tuple[str, Any, Any]]) -> None:
-    """Raise UnsupportedError for the first option whose value is another than the good one.
-
-    Args:
-        needed: name, value and good value of each.
-    """
+    """Raise UnsupportedError for the first option whose value is another than the good one."""
     for what, value, good in needed:
         if value != good:
             raise UnsupportedError(

@@ -6,7 +6,7 @@ checkpoints. Parameters stay in the model's dtype, and their FP32 masters are no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -18,8 +18,14 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from fp8rl.errors import UnsupportedError
+from fp8rl.gemm import GemmBackend, GemmShape, GroupedBackend, GroupedShape
+from fp8rl.kernels import REMEDY
+from fp8rl.numerics import BLOCK, GROUP
+from fp8rl.training.layout import REPLICATED
 from fp8rl.training.linear import Call, Fp8LinearFunction, Fp8State, Link
+from fp8rl.training.weight_codes import WeightCodes
 from megatron_fp8rl import compat
+from megatron_fp8rl.layers.linear_modules import Site
 
 
 class Fp8Module:
@@ -36,11 +42,7 @@ class Fp8Module:
 
     @staticmethod
     def check_options(path: str, module: Any) -> None:
-        """Refuse an upstream module whose options this class does not serve.
-
-        Raises:
-            UnsupportedError: naming ``path`` and the option.
-        """
+        """Refuse an upstream module whose options this class does not serve."""
 
     def give_back(self) -> None:
         """Leave the conversion: drop its state and take the upstream class back."""
@@ -139,12 +141,75 @@ FP8_CLASSES: dict[type, type[Fp8Linear]] = {
 """Upstream class -> FP8 class."""
 
 
-def check_weight(name: str, weight: torch.nn.Parameter) -> None:
-    """Refuse a weight that Megatron-FSDP has sharded.
+Change = tuple[Any, type[Fp8Module], dict[str, Any]]
+"""A module, its new class, attributes to set."""
 
-    Raises:
-        UnsupportedError: the message has ``name``.
-    """
+
+def change_of(site: Site, classes: Mapping[type, type[Fp8Linear]], setup: Any) -> Change:
+    """Choose class, GEMM backend and state of a linear module; change nothing."""
+    kind = type(site.module)
+    ours = classes.get(kind)
+    if ours is None:
+        raise UnsupportedError(
+            f"'{site.path}' is a {kind.__name__}; FP8 linears replace ColumnParallelLinear, "
+            "RowParallelLinear and TransformerEngine's linear classes alone (pin the module to "
+            "BF16, or build the model from another layer spec)."
+        )
+    ours.check_options(site.path, site.module)
+    for weight in site.weights:
+        expected = site.layout.rows + site.other_rows
+        if len(weight) != expected:
+            raise UnsupportedError(
+                f"'{site.path}' has {len(weight)} rows where its config says {expected}; pin it "
+                "to BF16."
+            )
+        check_weight(site.path, weight)
+    for part, rows in site.sharded.items():
+        if part in REPLICATED and rows % BLOCK[0]:
+            raise UnsupportedError(
+                f"'{site.path}' has {rows} rows of '{part}' on this rank, no multiple of "
+                f"{BLOCK[0]}, and a rank of the rollout has all of them, so their codes would "
+                "differ; pin kind a_proj to BF16, or use TransformerEngine's spec."
+            )
+    if site.weights[0].device.type != "meta":  # else memory, and a device, come later
+        _check_backend(site, setup)
+    recipe = setup.recipe
+    codes = WeightCodes(site.layout, recipe.weights.scale_format, setup.epoch, stacked=site.grouped)
+    state = Fp8State(
+        site.name,
+        codes,
+        setup.backends,
+        recipe.activations.scale_format,
+        experts=site.names if site.grouped else (),
+        last_rows=setup.last_rows,
+    )
+    return site.module, ours, {"fp8_state": state}
+
+
+def _check_backend(site: Site, setup: Any) -> None:
+    """Refuse a module that no GEMM backend multiplies, or with ``exact`` not the rollout's."""
+    first = site.weights[0]
+    out_features, in_features = len(first) - site.other_rows, first.shape[1]
+    backend: GemmBackend | GroupedBackend
+    if site.grouped:
+        sizes = (GROUP,) * len(site.weights)
+        experts = GroupedShape(sizes, out_features, in_features, first.dtype)
+        backend = setup.backends.pick_grouped(first.device, experts, site.name)
+    else:
+        shape = GemmShape(GROUP, out_features, in_features, first.dtype)
+        backend = setup.backends.pick(first.device, shape, site.name)
+    needed = "reference" if first.is_cpu else "deep_gemm"
+    if setup.recipe.exact and backend.name != needed:
+        raise UnsupportedError(
+            f"exact needs the GEMM backend '{needed}' for '{site.name}' {list(first.shape)} in the "
+            f"trainer, and '{backend.name}' would multiply it; install DeepGEMM on a GPU (a vLLM "
+            "wheel carries it), name no other backend, choose a model with multiples of 64 "
+            f"features on each rank (128 in experts), {REMEDY}"
+        )
+
+
+def check_weight(name: str, weight: torch.nn.Parameter) -> None:
+    """Refuse a weight that Megatron-FSDP has sharded."""
     if hasattr(weight, "__fsdp_param__"):
         raise UnsupportedError(
             f"'{name}' is sharded by Megatron-FSDP, which FP8 linears do not serve; use DDP "
@@ -161,8 +226,6 @@ def fp8_linear(
         x: ``[tokens.., in]``, under sequence parallelism this rank's share of the first dimension;
             an expert may have no tokens at all.
         weight: ``[out, in]``. Rows behind those of the layout stay in the model's dtype.
-        bias: ``[out]`` or None.
-        call: state of the module, and options of parallelism.
 
     Returns:
         ``[tokens.., out]`` in the dtype of ``x``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,16 +114,23 @@ def weights_of(module: Any) -> list[torch.nn.Parameter]:
     return [module.weight]
 
 
-def sites(chunk: torch.nn.Module, *, wrapped: bool = False) -> Iterator[Site]:
-    """Yield the linear modules of all transformer layers in a model chunk (or of one layer).
-
-    Args:
-        chunk: the chunk, or the layer.
-        wrapped: it belongs to the language model of a multimodal one.
+def sites(roots: Iterable[torch.nn.Module], *, wrapped: bool = False) -> list[Site]:
+    """List the linear modules of all transformer layers in model chunks (or of one layer).
 
     Raises:
-        UnsupportedError: a layer has a matrix without a known HF name.
+        UnsupportedError: a layer has a matrix without a known HF name, or is there twice.
     """
+    found: dict[str, Site] = {}
+    for site in (site for root in roots for site in _in_chunk(root, wrapped)):
+        if found.setdefault(site.name, site) is not site:
+            raise UnsupportedError(
+                f"The model chunks hold '{site.name}' twice; give each chunk of one model once, "
+                "and another model by itself."
+            )
+    return list(found.values())
+
+
+def _in_chunk(chunk: torch.nn.Module, wrapped: bool) -> Iterator[Site]:
     mtp = {
         id(compat.mtp_transformer_layer(module)): (path, module)
         for path, module in chunk.named_modules()

@@ -20,11 +20,7 @@ def normalize(module: Any, x: torch.Tensor, *, exact: bool = False) -> torch.Ten
     Args:
         module: holds ``layer_norm_weight`` (and ``layer_norm_bias``) of shape ``[hidden]``,
             ``zero_centered_gamma``, ``normalization`` and ``eps``.
-        x: ``[.., hidden]``.
         exact: by the kernel that the rollout calls too; an RMSNorm that is not zero-centered.
-
-    Returns:
-        A tensor in the shape and dtype of ``x``.
     """
     if exact:
         return SharedRMSNorm.apply(x, module.layer_norm_weight, module.eps)

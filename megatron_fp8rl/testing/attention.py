@@ -28,11 +28,7 @@ class UnroundedAttention(DotProductAttention):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attend with ``[s, b, heads, d]``; return ``[s, b, heads * d]`` in the query's dtype.
-
-        Raises:
-            UnsupportedError: a mask, or packed sequences.
-        """
+        """Attend with ``[s, b, heads, d]``; return ``[s, b, heads * d]`` in the query's dtype."""
         if attention_mask is not None or packed_seq_params is not None:
             raise UnsupportedError(
                 "UnroundedAttention serves causal attention alone; call the model without "

@@ -18,7 +18,6 @@ Leaving the region restores everything, so another engine of the same process (v
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -45,11 +44,7 @@ _CPU = torch.device("cpu")
 
 
 class CpuShim:
-    """The patches, and the one way to switch them on.
-
-    Raises:
-        UnsupportedError: CUDA is available, where the shim would move a real run to the CPU.
-    """
+    """The patches, and the one way to switch them on."""
 
     def __init__(self) -> None:
         if torch.cuda.is_available():
@@ -78,32 +73,20 @@ class CpuShim:
         self._depth -= 1
 
 
-def init_gloo(rank: int = 0, world_size: int = 1, *, file: str | None = None) -> None:
-    """Make the default process group over gloo, unless the process has one already.
-
-    Args:
-        rank: this process.
-        world_size: number of processes.
-        file: path all ranks can write, for the rendezvous; without it ``MASTER_ADDR`` and
-            ``MASTER_PORT`` are used, or nothing at all where there is one process.
+def init_gloo() -> None:
+    """Make a process group over gloo of this process alone, unless the process has one already.
 
     Raises:
-        UnsupportedError: the existing group has another size.
+        UnsupportedError: the existing group has more processes.
     """
     dist = torch.distributed
-    if dist.is_initialized():
-        if dist.get_world_size() != world_size:
-            raise UnsupportedError(
-                f"torch.distributed already has {dist.get_world_size()} process(es), not "
-                f"{world_size}; destroy that group first."
-            )
-        return
-    store: Any = None
-    if file is not None:
-        store = dist.FileStore(os.fspath(file), world_size)
-    elif world_size == 1:
-        store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    elif dist.get_world_size() != 1:
+        raise UnsupportedError(
+            f"torch.distributed already has {dist.get_world_size()} process(es), not 1; destroy "
+            "that group first."
+        )
 
 
 def _patches() -> list[Patch]:

@@ -74,12 +74,7 @@ def trainer(folder: Path, recipe: Recipe, record: dict[str, Any]) -> Any:
 
 
 def compare(model: Any, record: dict[str, Any]) -> list[Compared]:
-    """Return a row for each module, in the order of the model, then one for log-probabilities.
-
-    Args:
-        model: what :func:`trainer` returns.
-        record: what the rollout wrote.
-    """
+    """Return a row for each module, in the order of the model, then one for log-probabilities."""
     tokens, logprobs = record["traced"]
     rows = _Rows(record)
     ids = torch.tensor([tokens[:-1]], device=record["device"])

@@ -36,15 +36,7 @@ def config_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def hybrid_spec(spec: Any, config: Any) -> Any:
-    """Put gated delta nets into the layers of a spec that have no attention.
-
-    Args:
-        spec: of a whole decoder, with a spec for each layer.
-        config: the ``TransformerConfig``.
-
-    Raises:
-        UnsupportedError: pipeline parallelism, which cuts the spec.
-    """
+    """Put gated delta nets into the layers of a spec that have no attention."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
     linear = linear_attention_layers(config)
@@ -82,7 +74,7 @@ def patches() -> list[tuple[Any, str, Any]]:
         return []
     stand_ins = {
         "HAVE_FLA": True,
-        "l2norm": _l2norm,
+        "l2norm": lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6),
         "causal_conv1d": _causal_conv1d,  # 0.16 has torch's in its place
         "chunk_gated_delta_rule": gated_delta_net.torch_chunk_gated_delta_rule,
     }
@@ -90,10 +82,6 @@ def patches() -> list[tuple[Any, str, Any]]:
     parts = [getattr(gated_delta_net, name, None) for name in ("common", "gdn")]
     modules = [gated_delta_net, *filter(None, parts)]
     return [(module, *stand_in) for module in modules for stand_in in stand_ins.items()]
-
-
-def _l2norm(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _causal_conv1d(

@@ -37,9 +37,7 @@ def local_spec_patches() -> list[Patch]:
 
     from megatron_fp8rl.testing import gated_delta_net
 
-    patches: list[Patch] = [
-        (WrappedTorchNorm, "__new__", _any_norm(WrappedTorchNorm.__new__)),
-    ]
+    patches: list[Patch] = [(WrappedTorchNorm, "__new__", _any_norm(WrappedTorchNorm.__new__))]
     if not hasattr(moe_utils, "te_general_gemm"):
         # Without TransformerEngine the router reads a name that its module never defines.
         patches.append((moe_utils, "te_general_gemm", None))

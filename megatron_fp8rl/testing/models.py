@@ -21,10 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.transformer_config import (
-    MLATransformerConfig,
-    TransformerConfig,
-)
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.kernels.rotary_table import LLAMA3
@@ -100,15 +97,7 @@ _PARTIAL_ROTARY = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 class LatentDotProductAttention(DotProductAttention):
-    """Megatron's local attention with a width of its own for values, for multi-latent attention.
-
-    Args:
-        config: as upstream.
-        *args: as upstream.
-        k_channels: width of a key head; the query has it too.
-        v_channels: width of a value head, which is that of an output head.
-        **options: as upstream.
-    """
+    """Megatron's local attention with a width of its own for values, for multi-latent attention."""
 
     def __init__(
         self,
@@ -143,8 +132,6 @@ def build_gpt(
     with :func:`megatron_fp8rl.export.load_hf` where topologies must agree.
 
     Args:
-        hf_config: a transformers config of a language model.
-        dtype: bfloat16 or float32.
         pre_process: this chunk holds the embedding.
         post_process: this chunk holds the final norm and the output projection.
         vp_stage: chunk number under virtual pipelining, else None.
@@ -153,9 +140,6 @@ def build_gpt(
         core_attention: class that takes the place of ``DotProductAttention`` in a dense model.
         **overrides: fields of ``TransformerConfig`` that differ from the defaults here, such as
             ``mtp_num_layers``.
-
-    Raises:
-        UnsupportedError: the config asks for something that this builder cannot express.
     """
     config = transformer_config(hf_config, dtype=dtype, **overrides)
     tensor_parallel = config.tensor_model_parallel_size
@@ -217,19 +201,17 @@ def _layer_spec(config: TransformerConfig) -> Any:
 def transformer_config(
     hf_config: Any, *, dtype: torch.dtype = torch.bfloat16, **overrides: Any
 ) -> TransformerConfig:
-    """Return the Megatron config of :func:`build_gpt`.
-
-    Raises:
-        UnsupportedError: the config asks for something that this builder cannot express.
-    """
+    """Return the Megatron config of :func:`build_gpt`."""
     spec = ModelSpec.of(hf_config)
     family, modules = spec.family, _attention_modules(spec)
     _check_supported(hf_config, spec, dtype)
     heads, query = hf_config.num_attention_heads, modules.get("self_attn.q_proj")
+    width = getattr(hf_config, "intermediate_size", None)
     fields: dict[str, Any] = {
         "num_layers": hf_config.num_hidden_layers,
         "hidden_size": hf_config.hidden_size,
-        "ffn_hidden_size": _width(hf_config),
+        # That of experts where no layer is dense.
+        "ffn_hidden_size": int(hf_config.moe_intermediate_size if width is None else width),
         "num_attention_heads": heads,
         "num_query_groups": hf_config.num_key_value_heads,
         "kv_channels": getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
@@ -260,12 +242,6 @@ def transformer_config(
     return MLATransformerConfig(
         **{**CPU_CONFIG, **fields, **_latent_fields(hf_config), **overrides}
     )
-
-
-def _width(hf_config: Any) -> int:
-    """Return the intermediate size of dense layers; that of experts where no layer is dense."""
-    width = getattr(hf_config, "intermediate_size", None)
-    return int(hf_config.moe_intermediate_size if width is None else width)
 
 
 def _attention_modules(spec: ModelSpec) -> dict[str, Module]:
@@ -352,11 +328,7 @@ def _check_supported(hf_config: Any, spec: ModelSpec, dtype: torch.dtype) -> Non
 
 
 def _check_keys(hf_config: Any, family: Family) -> None:
-    """Refuse what the config says and the built model would not follow.
-
-    Raises:
-        UnsupportedError: naming the key.
-    """
+    """Refuse what the config says and the built model would not follow."""
     values, own = _values_of(hf_config)
     for key, value in values.items():
         known = key in _READ and (key in own or key in _OF_EVERY_CLASS)

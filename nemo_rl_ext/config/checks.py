@@ -96,10 +96,6 @@ def refuse_unread_kv_settings(
     A config that a checkpoint keeps has every key, so what is so anyway may be written.
 
     Args:
-        block: the block as it is written.
-        given: the recipe whose cache it is.
-        where: path of the block.
-        sections: sections of the config.
         dtype_key: path of upstream's key that sets the dtype; the block's own by default.
     """
     dtype, dtype_key = given.kv_cache.dtype, dtype_key or f"{where}.kv_cache.dtype"
@@ -330,13 +326,7 @@ def _refuse_fp8_kv(recipe: Recipe, sections: Sections) -> None:
 
 
 def refuse_in_training(block: Mapping[str, Any], where: str, sections: Sections) -> None:
-    """Refuse a block that asks for ``kv_cache.in_training`` where the trainer cannot do it.
-
-    Args:
-        block: the block as it is written; the default asks for nothing.
-        where: its path.
-        sections: sections of a config whose trainer cannot round as the cache does.
-    """
+    """Refuse a block that asks for ``kv_cache.in_training`` where the trainer cannot do it."""
     if (block.get("kv_cache") or {}).get("in_training"):
         remedy, reason = (
             f"'{MEGATRON}.enabled' true",

@@ -88,12 +88,7 @@ _TABLE = (
         sends_kv_scales=True,
     ),
     Driver(
-        "ppo",
-        f"{_ALGORITHMS}.ppo",
-        ("run_ppo.py",),
-        "ppo",
-        _ALL,
-        "the value model stays in BF16",
+        "ppo", f"{_ALGORITHMS}.ppo", ("run_ppo.py",), "ppo", _ALL, "the value model stays in BF16"
     ),
     Driver(
         "distillation",
@@ -190,15 +185,8 @@ def find(config: Any, path: str = "") -> Iterator[tuple[str, Any, str, Any]]:
 def check_places(config: Any, driver: Driver) -> bool:
     """Refuse a key of ours that this driver does not read; null counts as absent.
 
-    Args:
-        config: a whole config, as plain mappings or models.
-        driver: whose config it is.
-
     Returns:
         Whether the config has any key of ours.
-
-    Raises:
-        RecipeError: a misspelt key, or one at a path that the driver does not serve.
     """
     asked = False
     for path, key, ours, value in find(config):
@@ -215,14 +203,7 @@ def check_places(config: Any, driver: Driver) -> bool:
 
 
 def refuse_unread(loaded: Any) -> None:
-    """Refuse a config with our keys in a driver that uses none of the known config classes.
-
-    Args:
-        loaded: the OmegaConf that upstream's ``load_config`` returned.
-
-    Raises:
-        UnsupportedError: with the first of the keys.
-    """
+    """Refuse a config with our keys in a driver that uses none of the known config classes."""
     from omegaconf import OmegaConf
 
     for path, key, ours, value in find(OmegaConf.to_container(loaded, resolve=False)):

@@ -57,10 +57,6 @@ def require_both_sections(where: str, sections: Sections) -> None:
     """Raise RecipeError unless the blocks of rollouts and Megatron trainer both say ``exact``.
 
     Also where the driver compares no log-probabilities of the two.
-
-    Args:
-        where: path of the block that says it.
-        sections: of the config.
     """
     driver = sections.driver
     if LOSS not in driver.serves:
@@ -136,14 +132,7 @@ def _refuse_ranks(where: str, sections: Sections) -> None:
 def refuse_inexact_model(
     plan: RunPlan, model: ModelSpec | None, pins: PinPolicy | None, *, ranks: int
 ) -> None:
-    """Raise UnsupportedError for a model, as far as it is known here, that is not served.
-
-    Args:
-        plan: of the run.
-        model: the model, or None.
-        pins: which of its linear layers run in FP8; None where they are not known.
-        ranks: tensor parallel size of both engines.
-    """
+    """Raise UnsupportedError for a model, as far as it is known here, that is not served."""
     where, name = plan.where, plan.model
     kind = None if model is None else model.model_type
     if kind is not None and kind not in EXACT_MODELS:

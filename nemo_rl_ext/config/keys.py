@@ -37,15 +37,7 @@ READERS = {
 
 
 class Sections:
-    """The sections of a config that are compared with the block, and the blocks in them.
-
-    Args:
-        config: NeMo RL's config as plain mappings.
-        driver: whose config it is.
-
-    Raises:
-        RecipeError: see :meth:`at`.
-    """
+    """The sections of a config that are compared with the block, and the blocks in them."""
 
     def __init__(self, config: Mapping[str, Any], driver: Driver) -> None:
         self.config, self.driver = config, driver
@@ -69,11 +61,7 @@ class Sections:
         return self.trainer in self.blocks
 
     def at(self, path: str) -> Mapping[str, Any]:
-        """Return the section at a dotted path; empty where it is missing or null.
-
-        Raises:
-            RecipeError: a value stands in the place of the section or of one above it.
-        """
+        """Return the section at a dotted path; empty where it is missing or null."""
         found: Any = self.config
         parts = [part for part in path.split(".") if part]
         for number, part in enumerate(parts, 1):

@@ -137,16 +137,8 @@ def read(sections: Sections) -> RunPlan | None:
 
     The model is not looked at: see :func:`nemo_rl_ext.config.model_pins.check_model`.
 
-    Args:
-        sections: of NeMo RL's config.
-
     Returns:
         None where the config has no ``fp8rl`` key at all.
-
-    Raises:
-        RecipeError: an unknown key, one that nobody reads, a bad value, or one that contradicts
-            upstream's key.
-        UnsupportedError: an upstream key that fp8rl does not serve.
     """
     driver, blocks = sections.driver, sections.blocks
     check_places(sections.config, driver)
@@ -189,12 +181,18 @@ def read(sections: Sections) -> RunPlan | None:
         require_both_sections(first, sections)
     merged = _Merge(block, first)
     notes: list[str] = []
+    backend = sections.generation.get("backend", "vllm")
     for path in (VLLM, MEGATRON, DTENSOR):
-        if path in blocks:
-            _refuse_other_engines(sections, path)
+        # Another engine would sample from our trainer, or in its place, without our worker.
+        if path in blocks and VLLM in driver.serves and backend != "vllm":
+            raise UnsupportedError(
+                f"'{path}.{BLOCK}' needs 'policy.generation.backend' vllm, not '{backend}'."
+            )
     if VLLM in blocks:
         _rollout(merged, sections)
-        _rotation(merged, sections.megatron)
+        fused = sections.megatron.get("enabled") and sections.megatron.get("apply_rope_fusion")
+        if fused and "rope_dtype" not in merged.data:  # rollouts rotate as the trainer does
+            merged.add("rope_dtype", "float32", f"{MEGATRON}.apply_rope_fusion")
     else:
         _refuse_fp8_without_block(sections, VLLM, "precision", sections.vllm.get("precision"))
         merged.data["rollout"] = False
@@ -264,15 +262,6 @@ def _refuse_fp8_without_block(sections: Sections, section: str, key: str, value:
         raise RecipeError(
             f"'{section}.{key}' is {str(value).lower()} without '{section}.{BLOCK}'; rollouts and "
             "training must run by one recipe, so interpolate the block there as well."
-        )
-
-
-def _refuse_other_engines(sections: Sections, path: str) -> None:
-    """Refuse engines that would sample from our trainer, or in its place, without our worker."""
-    backend = sections.generation.get("backend", "vllm")
-    if VLLM in sections.driver.serves and backend != "vllm":
-        raise UnsupportedError(
-            f"'{path}.{BLOCK}' needs 'policy.generation.backend' vllm, not '{backend}'."
         )
 
 
@@ -349,14 +338,6 @@ def _rollout(merged: _Merge, sections: Sections) -> None:
     key = "quantization_ignored_layer_kws"
     if vllm.get(key):
         merged.extend_pins("names", [f"*{word}*" for word in vllm[key]], f"{VLLM}.{key}")
-
-
-def _rotation(merged: _Merge, megatron: Mapping[str, Any]) -> None:
-    """Let rollouts rotate as the trainer does, unless the block has a key for it."""
-    if not megatron.get("enabled") or "rope_dtype" in merged.data:
-        return
-    if megatron.get("apply_rope_fusion"):
-        merged.add("rope_dtype", "float32", f"{MEGATRON}.apply_rope_fusion")
 
 
 def _training(merged: _Merge, sections: Sections) -> None:

@@ -28,19 +28,10 @@ def check_model(
 
     Where the model's config cannot be read here, or its modules are unknown, the workers check.
 
-    Args:
-        plan: of the run.
-        policy: NeMo RL's section.
-        model: the model, by its ``config.json`` (:func:`model_spec`); None where it is not here.
-
     Returns:
         The plan with sentences for the log, one of which names what grouped experts in FP8 need,
         since the worker's environment cannot be examined from here; and the resolved pins, None
         where the modules are unknown.
-
-    Raises:
-        RecipeError: with the path of the pin.
-        UnsupportedError: the model cannot run in FP8, or not with an FP8 KV cache.
     """
     recipe, where, name = plan.recipe, plan.where, plan.model
     reason = None
@@ -105,14 +96,7 @@ def _require_dense(model: ModelSpec, name: str) -> None:
 def model_spec(
     policy: Mapping[str, Any], values: Mapping[str, Any] | None = None, *, offline: bool = False
 ) -> ModelSpec | None:
-    """Describe the model of a run; None where its ``config.json`` cannot be read.
-
-    Args:
-        policy, values, offline: see :func:`model_config`.
-
-    Raises:
-        ModelError: the config has numbers that no model can have.
-    """
+    """Describe the model of a run; None where its ``config.json`` cannot be read."""
     found = model_config(policy, values, offline=offline)
     try:
         return ModelSpec.of(found) if found else None
@@ -126,12 +110,8 @@ def model_config(
     """Read the ``config.json`` that ``policy.model_name`` names, with NeMo RL's overrides of it.
 
     Args:
-        policy: NeMo RL's section.
         values: of another ``config.json``, in its place.
         offline: look in folders and in the Hugging Face cache alone.
-
-    Returns:
-        Its values; none where it cannot be read.
     """
     if values is None:
         try:

@@ -38,15 +38,7 @@ def prepare(config: Any, driver: Driver, require: Callable[[str], None]) -> RunP
     Args:
         config: a ``MasterConfig``, whose ``policy`` is a dict and whose ``loss_fn``, if it has one,
             is a model.
-        driver: whose config it is.
         require: called with a key's path when there is a block; raises where a patch does not fit.
-
-    Returns:
-        The plan; None without a block.
-
-    Raises:
-        RecipeError, UnsupportedError, ModelError: see :func:`nemo_rl_ext.config.merge.read` and
-            :func:`nemo_rl_ext.config.model_pins.check_model`; nothing has been changed then.
     """
     sections = Sections(config.model_dump(), driver)
     # Of the run whose checkpoint kept this config.
@@ -122,9 +114,6 @@ def announce_kv_scales(policy: Any) -> None:
 
     Upstream reads ``kv_cache_dtype`` for it, and its drivers' guards, which tie the key to
     upstream's own FP8 rollouts, must have been passed.
-
-    Args:
-        policy: section ``policy`` after :func:`prepare`.
     """
     plan = RunPlan.of(policy)
     if plan is not None and plan.kv_scales == "trainer":

@@ -38,16 +38,7 @@ _CONVERTED = (
 
 
 def load_config(file: Path) -> dict[str, Any]:
-    """Read a config, its parents first, and resolve its interpolations.
-
-    Args:
-        file: YAML; paths under its ``defaults`` are relative to its folder.
-
-    Raises:
-        OptionError: the file or a parent cannot be read.
-        RecipeError: a file is no YAML mapping, or an interpolation cannot be resolved.
-        UnsupportedError: OmegaConf is not installed.
-    """
+    """Read a config, its parents first, and resolve its interpolations."""
     try:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
@@ -77,13 +68,7 @@ def load_config(file: Path) -> dict[str, Any]:
 
 
 def load_run(file: Path) -> tuple[dict[str, Any], Driver]:
-    """Read a config, find its driver, and make numbers of texts where NeMo RL does.
-
-    Raises:
-        OptionError, RecipeError: see :func:`load_config`; RecipeError also for a value in the place
-            of a section.
-        UnsupportedError: the config is for no driver that is known, or OmegaConf is not installed.
-    """
+    """Read a config, find its driver, and make numbers of texts where NeMo RL does."""
     config = load_config(file)
     driver = driver_of(config)
     if driver is None:

@@ -85,10 +85,6 @@ def examine_environments(source: Path | None) -> Diagnosis:
     Args:
         source: checkout of NeMo RL, which has the environments in ``venvs`` where
             ``NEMO_RL_VENV_DIR`` is not set; None for the installed one.
-
-    Raises:
-        OptionError: ``source`` is no checkout of NeMo RL.
-        UnsupportedError: there is no NeMo RL here and no environment of one.
     """
     package = find_package(source) if source is not None else installed_package()
     folders = _folders(package)

@@ -51,10 +51,7 @@ def diagnose() -> Diagnosis:
     return Diagnosis(
         found.version,
         (KNOWN,),
-        {
-            "patches": f"{fit} of {len(found.patches)} fit",
-            "config": "not looked at; give X.yaml",
-        },
+        {"patches": f"{fit} of {len(found.patches)} fit", "config": "not looked at; give X.yaml"},
         found.problems,
     )
 
@@ -64,13 +61,6 @@ def examine(request: ConfigRequest) -> Diagnosis:
 
     Returns:
         A section per topic. What the driver would refuse is in ``problems``.
-
-    Raises:
-        OptionError: the config or the checkout cannot be read, or the recipe has no place in the
-            config.
-        RecipeError: the config is no YAML, cannot be resolved, or has a value for a section.
-        UnsupportedError: there is no NeMo RL, or the config is for no driver of it.
-        ModelError: the folder of the model cannot be read.
     """
     package = find_package(request.source)
     nemo_rl = look_at(package)
@@ -83,10 +73,7 @@ def examine(request: ConfigRequest) -> Diagnosis:
     if block is not None:
         places = ", ".join(map(block_path, sections.blocks))
         told += f"; what follows is for {json.dumps(block)} as {places}"
-    facts = {
-        "config": f"{request.file.name}, for examples/{driver.scripts[0]}",
-        "fp8rl keys": told,
-    }
+    facts = {"config": f"{request.file.name}, for examples/{driver.scripts[0]}", "fp8rl keys": told}
     problems = [*nemo_rl.problems] if given or block is not None else []
     found: list[Section] = []
     notes: list[str] = []
@@ -125,11 +112,7 @@ def examine(request: ConfigRequest) -> Diagnosis:
     if notes:
         found.append(Section("notes", ("",), tuple((note,) for note in notes)))
     return Diagnosis(
-        f"{nemo_rl.version}, in {package.parent}",
-        (KNOWN,),
-        facts,
-        tuple(problems),
-        tuple(found),
+        f"{nemo_rl.version}, in {package.parent}", (KNOWN,), facts, tuple(problems), tuple(found)
     )
 
 
@@ -137,11 +120,6 @@ def rollout_recipe(file: Path) -> Recipe:
     """Read the recipe of the rollouts from a config, as its driver does.
 
     Upstream's keys add to the block there: layers and modules in BF16, formats of scales.
-
-    Raises:
-        OptionError: the config cannot be read.
-        RecipeError: no block for the rollouts, or a bad key.
-        UnsupportedError: a config of no driver, or a key that the driver would refuse.
     """
     plan = read(Sections(*load_run(file)))
     if plan is None or VLLM not in plan.sections:
@@ -162,9 +140,6 @@ def _suppose_block(
 
     Returns:
         The block; None where the config has one, or where no key asks for FP8.
-
-    Raises:
-        OptionError: --recipe would not be read.
     """
     driver = sections.driver
     if request.recipe is not None:

@@ -60,12 +60,7 @@ def installed_package() -> Path | None:
 
 
 def find_package(source: Path | None) -> Path:
-    """Return the folder of ``nemo_rl`` in a checkout, or of the installed one.
-
-    Raises:
-        OptionError: the folder is no checkout of NeMo RL.
-        UnsupportedError: no checkout is given, and NeMo RL is not installed.
-    """
+    """Return the folder of ``nemo_rl`` in a checkout, or of the installed one."""
     if source is not None:
         package = source / "nemo_rl"
         if not (package / _VERSION_FILE).is_file():

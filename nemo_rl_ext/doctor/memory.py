@@ -106,10 +106,6 @@ def rollout_section(
     """Describe the memory of vLLM on one GPU in a table; none where it cannot hold the model.
 
     Args:
-        sections: the config.
-        model: the model.
-        modules: resolved table of its modules in the rollout engine.
-        kv_dtype: of the KV cache.
         gpu_memory: of a GPU, in GiB; None if it is not known.
         problems: gets a sentence for a model that cannot be split, or weights that do not fit.
     """

@@ -30,7 +30,11 @@ def report() -> dict[str, Any]:
         "versions": {name: _version(name) for name in DISTRIBUTIONS},
         "errors": errors,
         "compiled wrapt": _error("wrapt._wrappers") is None,
-        "entry points": [group for group in GROUPS if _has_entry_point(group)],
+        "entry points": [
+            group
+            for group in GROUPS
+            if any(point.name == "fp8rl" for point in importlib.metadata.entry_points(group=group))
+        ],
         "DeepGEMM": _deep_gemm(),
     }
 
@@ -64,10 +68,6 @@ def _error(module: str) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _has_entry_point(group: str) -> bool:
-    return any(point.name == "fp8rl" for point in importlib.metadata.entry_points(group=group))
 
 
 def _digest(folders: list[Path | None]) -> str | None:

@@ -36,9 +36,6 @@ def wake_up_section(
     """Say which ``kv_cache_memory_bytes`` to write, with every term of it.
 
     Args:
-        sections: the config.
-        model: the model, which vLLM can split over its ranks.
-        modules: resolved table of its modules in the rollout engine.
         gpu_memory: of a GPU, in GiB; None: the free memory of the GPUs here is measured.
     """
     found = _rows(sections, model, modules, gpu_memory)

@@ -30,8 +30,6 @@ class BatchCorrection:
     """Correction of whole batches.
 
     Args:
-        settings: section ``importance_sampling`` of the recipe.
-        guard: or None.
         in_pieces: a step's batch comes in several calls, and :meth:`end_step` follows the last one
             (single controller).
     """
@@ -52,11 +50,7 @@ class BatchCorrection:
         self._equal = (0, 0)
 
     def count_equal(self, train_data: Mapping[str, Any]) -> None:
-        """Count a piece's tokens of equal log-probabilities, for the metrics of the step.
-
-        Args:
-            train_data: as :meth:`correct` takes it, before upstream masks sequences that differ.
-        """
+        """Count a piece's tokens of equal log-probabilities, for the metrics of the step."""
         equal, total = count_equal(train_data)
         self._equal = (self._equal[0] + equal, self._equal[1] + total)
 
@@ -78,10 +72,6 @@ class BatchCorrection:
         Returns:
             Metrics of :func:`nemo_rl_ext.correct` as ``fp8rl/...``, and for a whole step the
             guard's level; empty where no token counts.
-
-        Raises:
-            BatchError: a counted logprob is NaN.
-            UnsupportedError: the guard ends the run.
         """
         token_mask, sample_mask = train_data["token_mask"], train_data["sample_mask"]
         if not self.in_pieces:
@@ -127,9 +117,6 @@ class BatchCorrection:
             Whether the step is left out, because the guard decides so for all its tokens, no token
             has weight, or its first piece was rejected as a whole; and the metrics of all its
             tokens, like those of :meth:`correct`, empty where no piece had any.
-
-        Raises:
-            UnsupportedError: the guard ends the run.
         """
         metrics: dict[str, float] = {}
         equal, total = self._equal
@@ -170,12 +157,7 @@ class BatchCorrection:
         return asked == "tight" or (self.in_pieces and asked == "skip")
 
     def _close(self, error: float, *, emptied: bool) -> dict[str, float]:
-        """Decide whether the step is left out, and return the guard's metrics.
-
-        Args:
-            error: ``capped_prob_error`` of all tokens of the step.
-            emptied: no token of the step is left with a weight.
-        """
+        """Decide whether the step is left out, and return the guard's metrics."""
         if emptied:
             self.skips = True
             logger.warning(

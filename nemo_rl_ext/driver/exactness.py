@@ -22,13 +22,8 @@ def equal_logprobs(
     Args:
         train_data: ``token_mask``, ``prev_logprobs``, ``generation_logprobs`` ``[B, S]``,
             ``sample_mask`` ``[B]``.
-        model: name or folder of the model, for the log.
-        recipe: of the run, for the log.
         on_policy: the batch was sampled with the trainer's weights; a share below 1 is then an
             error in the log.
-
-    Returns:
-        ``fp8rl/equal_logprobs``; nothing where no token counts.
     """
     equal, total = count_equal(train_data)
     if not total:
@@ -45,11 +40,7 @@ def equal_logprobs(
 
 
 def count_equal(train_data: Mapping[str, Any]) -> tuple[int, int]:
-    """Count the tokens in the loss: those with equal log-probabilities, and all.
-
-    Args:
-        train_data: see :func:`equal_logprobs`.
-    """
+    """Count the tokens in the loss: those with equal log-probabilities, and all."""
     counts = (train_data["token_mask"] * train_data["sample_mask"].unsqueeze(-1)) != 0
     counts[:, 0] = False  # a first token has no log-probability
     equal = train_data["generation_logprobs"] == train_data["prev_logprobs"]

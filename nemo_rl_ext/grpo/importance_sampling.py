@@ -40,10 +40,7 @@ class Correction:
         return Correction(self.weights[index], self.mask[index], self.metrics)
 
 
-Corrector = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, ImportanceSampling],
-    Correction,
-]
+Corrector = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ImportanceSampling], Correction]
 """``(rollout_logprobs, trainer_logprobs, mask, config) -> Correction``; see :func:`correct_is`."""
 
 

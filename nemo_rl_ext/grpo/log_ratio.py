@@ -113,12 +113,7 @@ def reduce_level(log_ratio: torch.Tensor, keep: torch.Tensor, level: Level) -> t
 
 
 def bounded_exp(log_ratio: torch.Tensor, clamp: float) -> torch.Tensor:
-    """``exp`` after clamping to ``[-clamp, clamp]``: finite and above 0 whatever the input.
-
-    Args:
-        log_ratio: float32.
-        clamp: ``importance_sampling.log_ratio_clamp``, which the recipe holds at 88 or below.
-    """
+    """``exp`` after clamping to ``[-clamp, clamp]``: finite and above 0 whatever the input."""
     return log_ratio.clamp(-clamp, clamp).exp()
 
 

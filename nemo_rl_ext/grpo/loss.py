@@ -134,10 +134,7 @@ class GRPOLoss:
         self._corrector = resolve_corrector(importance_sampling.corrector, plugins)
 
     def correct(
-        self,
-        rollout_logprobs: torch.Tensor,
-        old_logprobs: torch.Tensor,
-        mask: torch.Tensor,
+        self, rollout_logprobs: torch.Tensor, old_logprobs: torch.Tensor, mask: torch.Tensor
     ) -> Correction:
         """Return weights and mask of a whole batch, all ``[B, T]``, by the recipe's corrector.
 

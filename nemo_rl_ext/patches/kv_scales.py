@@ -97,15 +97,7 @@ def asynchronous(policy: Mapping[str, Any]) -> bool:
 
 
 def random_batch(policy: Mapping[str, Any], ranks: int) -> Any:
-    """Make a batch of random tokens, the same in every process.
-
-    Args:
-        policy: section ``policy`` of the config.
-        ranks: data-parallel ranks.
-
-    Raises:
-        ModelError: the size of the vocabulary cannot be read.
-    """
+    """Make a batch of random tokens, the same in every process."""
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
     from nemo_rl_ext.config.model_pins import model_config

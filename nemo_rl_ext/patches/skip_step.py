@@ -22,9 +22,7 @@ from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 UPSTREAM = (
     Upstream(
-        "nemo_rl.models.policy.lm_policy",
-        "Policy.train",
-        "self, data, loss_fn, eval_mode=...",
+        "nemo_rl.models.policy.lm_policy", "Policy.train", "self, data, loss_fn, eval_mode=..."
     ),
     Upstream(
         "nemo_rl.models.policy.tq_policy",

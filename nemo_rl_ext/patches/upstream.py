@@ -29,11 +29,7 @@ READ_BEFOREHAND = "worker_classes"
 
 
 def served(release: str | None = None) -> str:
-    """Return which NeMo RL is served, to end an error about one that is not.
-
-    Args:
-        release: its version; None for that of the imported ``nemo_rl``, which has its commit.
-    """
+    """Return which NeMo RL is served, to end an error about one that is not."""
     if release is None:
         release = getattr(sys.modules.get("nemo_rl"), "__version__", "of an unknown version")
     return (
@@ -61,11 +57,7 @@ class Upstream:
 
 
 def resolve(module: ModuleType, upstream: Upstream) -> Any:
-    """Return the object of an imported module that ``upstream`` names.
-
-    Raises:
-        UnsupportedError: it does not exist, or has other parameters.
-    """
+    """Return the object of an imported module that ``upstream`` names."""
     found: Any = module
     for part in upstream.name.split("."):
         found = getattr(found, part, None)
@@ -79,15 +71,7 @@ def resolve(module: ModuleType, upstream: Upstream) -> Any:
 
 
 def require_patches(finder: PatchFinder, key: str) -> None:
-    """Raise unless all patches fit this NeMo RL, and so do the workers' base classes.
-
-    Args:
-        finder: that applies the patches.
-        key: full path of the config key that needs them.
-
-    Raises:
-        UnsupportedError: a patch cannot be applied, with the reason.
-    """
+    """Raise unless all patches fit this NeMo RL, and so do the workers' base classes."""
     finder.take_up()
     package = sys.modules.get("nemo_rl")
     if package is not None:
@@ -113,15 +97,7 @@ def _hidden(function: Any) -> bool:
 
 
 def compare_source(package: str, upstream: Upstream) -> None:
-    """Compare as :func:`resolve`, but read the source of a module that need not be importable.
-
-    Args:
-        package: folder of ``nemo_rl``.
-        upstream: what is to be found there.
-
-    Raises:
-        UnsupportedError: it does not exist, or has other parameters.
-    """
+    """Compare as :func:`resolve`, but read the source of a module that need not be importable."""
     if upstream.unless is not None and find_source(package, *upstream.unless) is not None:
         return
     node = find_source(package, upstream.module, upstream.name)
@@ -181,31 +157,20 @@ def _fits(expected: Signature, found: Signature, replaced: bool) -> bool:
 
 def _signature(given: ast.arguments) -> Signature:
     """Return the parameters of a ``def`` that was read, with ``...`` as every default."""
-    placed = [*given.posonlyargs, *given.args]
-    required = len(placed) - len(given.defaults)
-    found = [
-        Parameter(a.arg, Parameter.POSITIONAL_OR_KEYWORD, default=_default(i >= required))
-        for i, a in enumerate(placed)
-    ]
-    if given.vararg is not None:
-        found.append(Parameter(given.vararg.arg, Parameter.VAR_POSITIONAL))
-    for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        found.append(
-            Parameter(a.arg, Parameter.KEYWORD_ONLY, default=_default(default is not None))
-        )
-    if given.kwarg is not None:
-        found.append(Parameter(given.kwarg.arg, Parameter.VAR_KEYWORD))
-    return Signature(found)
-
-
-def _default(has_one: bool) -> Any:
-    return ... if has_one else Parameter.empty
+    for each in [node for node in ast.walk(given) if isinstance(node, ast.arg)]:
+        each.annotation = None
+    given.defaults = [ast.Constant(...) for _ in given.defaults]
+    given.kw_defaults = [default and ast.Constant(...) for default in given.kw_defaults]
+    return inspect.signature(eval(f"lambda {ast.unparse(given)}: ..."))  # of plain names now
 
 
 def _names_in(found: Signature) -> str:
     """Return the parameters without annotations, as in :attr:`Upstream.parameters`."""
     plain = [
-        p.replace(annotation=Parameter.empty, default=_default(p.default is not Parameter.empty))
+        p.replace(
+            annotation=Parameter.empty,
+            default=p.default if p.default is Parameter.empty else ...,
+        )
         for p in found.parameters.values()
     ]
     return str(Signature(plain))[1:-1].replace("Ellipsis", "...")

@@ -27,13 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from fp8rl.errors import UnsupportedError
-from nemo_rl_ext.config.drivers import (
-    BLOCK,
-    QUANTIZATION,
-    VLLM,
-    WORKER_KEY,
-    is_our_worker,
-)
+from nemo_rl_ext.config.drivers import BLOCK, QUANTIZATION, VLLM, WORKER_KEY, is_our_worker
 from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches.upstream import Upstream, find_source, resolve
@@ -65,6 +59,30 @@ _GENERATION = Upstream(
 
 _BY_KEY = ("nemo_rl.models.policy", f"PolicyConfig.{WORKER_KEY}")
 
+_OF_TRAINERS = (
+    ("save_checkpoint", "self, *, weights_path", False),
+    (
+        "calibrate_qkv_fp8_scales",
+        "self, *, data, micro_batch_size=..., percentile=..., margin=..., include_q=...",
+        True,
+    ),
+    ("stream_weights_via_ipc_zmq", "self, *, buffer_size_bytes=..., kv_scales=...", False),
+    ("broadcast_weights_for_collective", "self, *, kv_scales=...", False),
+    ("train", "self, data, *, loss_fn, eval_mode=...", False),
+)
+"""Of both trainers' classes: name, parameters, whether ours takes its place."""
+
+
+def _methods(
+    path: str, *methods: tuple[str, str | None, bool], unless: tuple[str, str] | None = None
+) -> list[Upstream]:
+    module, _, owner = path.rpartition(".")
+    return [
+        Upstream(module, f"{owner}.{name}", taken, replaced, unless)
+        for name, taken, replaced in methods
+    ]
+
+
 UPSTREAM = (
     Upstream(
         _GENERATION.module,
@@ -72,12 +90,7 @@ UPSTREAM = (
         "default_cls, config",
         unless=(f"{_VLLM}.config", f"VllmConfig.{WORKER_KEY}"),
     ),
-    Upstream(
-        _POLICY.module,
-        "resolve_policy_worker_cls",
-        "default_cls, config",
-        unless=_BY_KEY,
-    ),
+    Upstream(_POLICY.module, "resolve_policy_worker_cls", "default_cls, config", unless=_BY_KEY),
     _POLICY,
     _GENERATION,
     # What is called here.
@@ -85,96 +98,48 @@ UPSTREAM = (
     Upstream(_REGISTRY, "ACTOR_ENVIRONMENT_REGISTRY"),
     Upstream("nemo_rl.utils.venvs", "create_local_venv_on_each_node", "py_executable, venv_name"),
     # What the subclasses of nemo_rl_ext.workers override or call.
-    Upstream(
-        f"{_VLLM}.vllm_worker",
-        "VllmGenerationWorkerImpl._create_engine",
-        "self, llm_kwargs",
-        replaced=True,
+    *_methods(
+        f"{_VLLM}.vllm_worker.VllmGenerationWorkerImpl",
+        ("generate", "self, data", False),
+        ("_create_engine", "self, llm_kwargs", True),
     ),
-    Upstream(f"{_VLLM}.vllm_worker", "VllmGenerationWorkerImpl.generate", "self, data"),
-    Upstream(
-        f"{_VLLM}.vllm_worker_async",
-        "VllmAsyncGenerationWorkerImpl._create_engine",
-        "self, llm_kwargs",
-        replaced=True,
+    *_methods(
+        f"{_VLLM}.vllm_worker_async.VllmAsyncGenerationWorkerImpl",
+        ("_create_engine", "self, llm_kwargs", True),
+        ("update_weights_via_ipc_zmq_async", "self", True),
+        ("update_weights_from_collective_async", "self", True),
     ),
-    Upstream(
-        f"{_VLLM}.vllm_worker_async",
-        "VllmAsyncGenerationWorkerImpl.update_weights_via_ipc_zmq_async",
-        "self",
-        replaced=True,
+    *_methods(
+        f"{_VLLM}.vllm_backend.VllmInternalWorkerExtension",
+        ("_weight_update_lifecycle", "self, transport", True),
+        ("_load_hf_weights", "self, policy_weights", True),
+        ("_uses_fp8_kv_cache", "self", False),
     ),
-    Upstream(
-        f"{_VLLM}.vllm_worker_async",
-        "VllmAsyncGenerationWorkerImpl.update_weights_from_collective_async",
-        "self",
-        replaced=True,
-    ),
-    Upstream(
-        f"{_VLLM}.vllm_backend",
-        "VllmInternalWorkerExtension._weight_update_lifecycle",
-        "self, transport",
-        replaced=True,
-    ),
-    Upstream(
-        f"{_VLLM}.vllm_backend",
-        "VllmInternalWorkerExtension._load_hf_weights",
-        "self, policy_weights",
-        replaced=True,
-    ),
-    Upstream(f"{_VLLM}.vllm_backend", "VllmInternalWorkerExtension._uses_fp8_kv_cache", "self"),
     Upstream(
         "nemo_rl.models.megatron.setup",
         "setup_model_and_optimizer",
         "policy_cfg, megatron_cfg, load_optimizer, *, additional_pre_wrap_hooks=...",
     ),
-    Upstream(
-        _MEGATRON,
-        "MegatronPolicyWorkerImpl.__init__",
-        "self, config, *, tokenizer, weights_path=..., worker_sharding_annotations",
+    *_methods(
+        f"{_MEGATRON}.MegatronPolicyWorkerImpl",
+        (
+            "__init__",
+            "self, config, *, tokenizer, weights_path=..., worker_sharding_annotations",
+            False,
+        ),
+        *_OF_TRAINERS,
+        ("get_logprobs", "self, *, data, micro_batch_size=..., require_router_replay=...", False),
+        ("train_microbatch", "self, data", False),
+        ("finish_train_step", None, False),
     ),
-    Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.save_checkpoint", "self, *, weights_path"),
-    Upstream(
-        _MEGATRON,
-        "MegatronPolicyWorkerImpl.calibrate_qkv_fp8_scales",
-        "self, *, data, micro_batch_size=..., percentile=..., margin=..., include_q=...",
-        replaced=True,
-    ),
-    Upstream(
-        _MEGATRON,
-        "MegatronPolicyWorkerImpl.stream_weights_via_ipc_zmq",
-        "self, *, buffer_size_bytes=..., kv_scales=...",
-    ),
-    Upstream(
-        _MEGATRON,
-        "MegatronPolicyWorkerImpl.broadcast_weights_for_collective",
-        "self, *, kv_scales=...",
-    ),
-    Upstream(
-        _MEGATRON,
-        "MegatronPolicyWorkerImpl.get_logprobs",
-        "self, *, data, micro_batch_size=..., require_router_replay=...",
-    ),
-    Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.train", "self, data, *, loss_fn, eval_mode=..."),
-    Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.train_microbatch", "self, data"),
-    Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.finish_train_step"),
-    *(
-        # Where NeMo RL is newer, the keys of this trainer are refused (nemo_rl_ext.config.merge).
-        Upstream(_DTENSOR, f"DTensorPolicyWorkerImpl.{name}", taken, replaced, unless=_BY_KEY)
-        for name, taken, replaced in (
-            ("__init__", "self, config, *, tokenizer, weights_path=..., init_optimizer=...", False),
-            ("save_checkpoint", "self, *, weights_path", False),
-            (
-                "calibrate_qkv_fp8_scales",
-                "self, *, data, micro_batch_size=..., percentile=..., margin=..., include_q=...",
-                True,
-            ),
-            ("stream_weights_via_ipc_zmq", "self, *, buffer_size_bytes=..., kv_scales=...", False),
-            ("broadcast_weights_for_collective", "self, *, kv_scales=...", False),
-            ("prepare_refit_info", "self", True),
-            ("get_logprobs", "self, *, data, micro_batch_size=...", False),
-            ("train", "self, data, *, loss_fn, eval_mode=...", False),
-        )
+    # Where NeMo RL is newer, the keys of this trainer are refused (nemo_rl_ext.config.merge).
+    *_methods(
+        f"{_DTENSOR}.DTensorPolicyWorkerImpl",
+        ("__init__", "self, config, *, tokenizer, weights_path=..., init_optimizer=...", False),
+        *_OF_TRAINERS,
+        ("prepare_refit_info", "self", True),
+        ("get_logprobs", "self, *, data, micro_batch_size=...", False),
+        unless=_BY_KEY,
     ),
 )
 
@@ -211,14 +176,7 @@ def _exists(newer: tuple[str, str] | None) -> bool:
 def _wrap_constructor(
     module: ModuleType, constructor: Upstream, asks: Callable[[Any], bool], *, by_key: bool
 ) -> None:
-    """Wrap the constructor of ``Policy`` or ``VllmGeneration``, which starts the workers.
-
-    Args:
-        module: defines the class.
-        constructor: the class's.
-        asks: whether a config needs a worker of ours.
-        by_key: write our class into the config, whose key this NeMo RL reads.
-    """
+    """Wrap the constructor of ``Policy`` or ``VllmGeneration``, which starts the workers."""
     construct = resolve(module, constructor)
 
     @functools.wraps(construct)
@@ -250,11 +208,7 @@ def _refuse_another(extension: str | None, config: Any, place: str) -> None:
 
 
 def _replaced(config: Any) -> str:
-    """Return upstream's class that a config would start, without our keys.
-
-    Args:
-        config: section ``policy`` with a plan, or ``policy.generation``.
-    """
+    """Return upstream's class that a config would start, without our keys."""
     plan = RunPlan.of(config)
     if plan is not None:
         return _MEGATRON_TRAINER if plan.megatron else _DTENSOR_TRAINER
@@ -266,12 +220,6 @@ def register(upstream: str) -> str:
 
     Upstream makes one virtual environment per class name. Ours is the environment of the class that
     it stands for, where this distribution has been installed.
-
-    Args:
-        upstream: full name of upstream's actor class.
-
-    Returns:
-        Full name of ours.
     """
     from nemo_rl.distributed.ray_actor_environment_registry import (
         ACTOR_ENVIRONMENT_REGISTRY,

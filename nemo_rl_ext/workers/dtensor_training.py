@@ -32,16 +32,6 @@ class Fp8DTensorTraining(Fp8Trainer):
     Upstream refuses KV scales here, and sends what ``model.state_dict()`` holds: the weights, which
     it gathers and rounds to BF16. While it describes or sends them the state dict holds the scales
     too, which are powers of two and so the same in BF16.
-
-    Args:
-        config: section ``policy``, with the run's plan.
-        args: see upstream.
-        init_optimizer: whether the model is trained.
-        kwargs: see :class:`nemo_rl_ext.workers.training.Fp8Trainer`.
-
-    Raises:
-        CheckpointError: the checkpoint's KV scales are damaged.
-        UnsupportedError: :func:`torch_fp8rl.convert` does not serve the model.
     """
 
     dp_size: int

@@ -38,9 +38,6 @@ class RefitInFlight:
         write. Otherwise it stays paused until a refit succeeds: a step of an engine that refuses to
         run would end its core, and hide the first error.
 
-        Args:
-            update: upstream's method, which answers whether the refit has succeeded.
-
         Raises:
             RefitError: the KV cache could not be emptied; the engine stays paused.
         """

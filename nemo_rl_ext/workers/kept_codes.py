@@ -89,8 +89,6 @@ class KeptCodes:
     Args:
         keeping: makes the context in which the worker's model keeps its codes.
         weights: elements of the weights in FP8, of which this rank keeps codes.
-        experts: whether the model has experts.
-        memory: what the device has.
     """
 
     def __init__(
@@ -113,13 +111,9 @@ class KeptCodes:
 
         Args:
             call: kind of the call; what one has needed is expected of the next of its kind.
-            run: function that makes the call.
             tokens: tokens of the largest micro-batch, padding included, or any number that grows
                 with it: the call is expected to need memory in proportion.
             backward: the call runs backward too, which takes the codes a second time, transposed.
-
-        Returns:
-            What ``run`` returns.
         """
         size = self._weights * (2 if backward else 1)  # of a byte; scales are 1/4096 of it
         keep = call in self._seen and self._fits(call, tokens, size)

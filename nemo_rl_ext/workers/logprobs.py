@@ -52,15 +52,12 @@ class FusedLogprob(torch.autograd.Function):
         """Return the log-probabilities of the targets.
 
         Args:
-            ctx: torch's.
             vocab_parallel_logits: ``[B, S, V]``, this rank's part of the vocabulary.
             target: words of the whole vocabulary ``[B, S]``.
             vocab_start_index: first word of this rank's part.
             vocab_end_index: the word after its last. A target that no rank has is 0 in the result,
                 as with upstream's class.
             chunk_size: upstream's; nothing is computed in chunks here.
-            tp_group: ranks that share the vocabulary.
-            inference_only: no backward follows.
 
         Returns:
             Float32 ``[B, S]``.
@@ -122,11 +119,6 @@ def fuse_logprobs(policy: Mapping[str, Any], *, exact: bool = False) -> None:
 
     They look the class up by its name, and there is no key for another one. Where upstream's class
     takes other arguments, it stays, and the log says so: only the speed is another one.
-
-    Args:
-        policy: NeMo RL's section of that name.
-        exact: of the recipe; the class is then :class:`ExactLogprob`, whatever :data:`FUSED_ENV`
-            says (:mod:`nemo_rl_ext.config.exact` refuses what contradicts it).
 
     Raises:
         UnsupportedError: with ``exact``, or with :data:`FUSED_ENV` 1, upstream's class would stay.

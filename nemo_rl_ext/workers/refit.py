@@ -43,10 +43,6 @@ class StreamedRefit:
     refit before the driver's first calibration sends placeholders only. The old scales are removed
     then, so that the engine refuses to run until it has calibrated itself
     (:class:`nemo_rl_ext.workers.self_calibration.CalibratingLLM`).
-
-    Args:
-        model: the model of vLLM's worker.
-        fp8_kv: whether the engine's cache is in FP8.
     """
 
     def __init__(self, model: torch.nn.Module, fp8_kv: bool) -> None:

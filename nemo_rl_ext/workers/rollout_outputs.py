@@ -32,10 +32,6 @@ class SampledLogprobs(wrapt.ObjectProxy):
     """An ``LLM`` whose ``generate`` keeps the log-probabilities of sampled tokens to itself.
 
     Upstream finds none in the outputs and leaves zeros in its result, which :meth:`write` fills.
-
-    Args:
-        llm: a synchronous engine, asked for the log-probability of each sampled token in flat
-            lists.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -59,9 +55,6 @@ class SampledLogprobs(wrapt.ObjectProxy):
         Args:
             logprobs: of upstream's result, ``[sequences, tokens]``, zeros.
             prompt_lengths: tokens of each prompt, ``[sequences]``.
-
-        Raises:
-            RuntimeError: they are no zeros, so upstream had them from elsewhere.
         """
         if logprobs.any():
             raise RuntimeError(

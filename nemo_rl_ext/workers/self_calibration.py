@@ -29,9 +29,6 @@ class CalibratingLLM(wrapt.ObjectProxy):
     A refit that brings no scales removes the old ones (:mod:`nemo_rl_ext.workers.refit`), so there
     is one calibration for each such refit, with the KV cache awake: over sequences of the latest
     rollouts, prompts and responses, or, before the first, over the prompts given.
-
-    Args:
-        llm: a synchronous engine with ``quantization="fp8rl"`` and an FP8 KV cache.
     """
 
     def __init__(self, llm: Any) -> None:

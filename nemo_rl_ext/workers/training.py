@@ -47,8 +47,6 @@ class Fp8Trainer:
     It converts the model, and sets the attributes below that are None without it.
 
     Args:
-        config: section ``policy``, with the run's plan.
-        args: see upstream.
         kwargs: see upstream; ``weights_path`` is the folder of the checkpoint to resume from, whose
             KV scales go on.
 
@@ -89,8 +87,6 @@ class Fp8Trainer:
 
         Args:
             data: batch for a calibration forward, used when no forward has run since the last call.
-            micro_batch_size: micro-batch size of that forward.
-            include_q: also return scales of q.
             options: ``percentile`` and ``margin``, for upstream's own calibration. Here the
                 largest magnitude and the recipe's ``kv_cache.margin`` take their places.
 
@@ -143,9 +139,7 @@ class Fp8Trainer:
         """Upstream's refit of engines on the same GPUs; its KV scales are in service from now on.
 
         Args:
-            buffer_size_bytes: see upstream.
             kv_scales: scale by name; none before the driver's first calibration.
-            options: see upstream.
         """
         upstream = super().stream_weights_via_ipc_zmq  # type: ignore[misc]
         send = functools.partial(upstream, buffer_size_bytes=buffer_size_bytes, **options)
@@ -239,14 +233,6 @@ class Fp8Training(Fp8Trainer):
     forward over the whole batch each step, and numbers the layers of a pipeline stage from 0. All
     models of the worker are built without a norm of Moonlight's that Hugging Face's does not have
     (:func:`megatron_fp8rl.compat.without_query_norm`).
-
-    Args:
-        config: section ``policy``, with the run's plan.
-        args: see upstream.
-        kwargs: see :class:`Fp8Trainer`.
-
-    Raises:
-        CheckpointError: the checkpoint's KV scales are damaged.
     """
 
     calibration_options = MappingProxyType({"require_router_replay": False})
@@ -308,7 +294,7 @@ class Fp8Training(Fp8Trainer):
             from megatron_fp8rl.kv.cache import KVCacheInTraining
 
             self._kv_cache = KVCacheInTraining(state.model, plan.rounded_as)
-        if replays_routes(policy):
+        if (policy.get("router_replay") or {}).get("enabled"):
             from megatron_fp8rl.router_replay import ReplayedRoutes
 
             self._replayed_routes = ReplayedRoutes(state.model, skip_placeholders=True)
@@ -389,11 +375,6 @@ def kept_codes_of(conversion: Conversion, memory: DeviceMemory | None = None) ->
         experts=any(module.config.num_moe_experts for module in modules),
         memory=memory,
     )
-
-
-def replays_routes(policy: Mapping[str, Any]) -> bool:
-    """Tell whether this policy's router replay (R3) is on."""
-    return bool((policy.get("router_replay") or {}).get("enabled"))
 
 
 def largest_micro_batch(policy: Mapping[str, Any], data: Any) -> int:

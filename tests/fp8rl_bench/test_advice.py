@@ -61,6 +61,6 @@ def test_each_case_has_its_recipe(
 
 def test_the_trainer_that_is_advised_is_the_one_whose_kl_counts() -> None:
     slow = report(layer=(10.0, 12.0))
-    slow["training"]["bf16_trainer"] = {"fp8rl-kv": {"kl_k3": 0.04, "token_mult_prob_error": 1.05}}
+    slow["training"]["bf16_trainer"] = {"fp8rl-kv": {"kl_k3": 0.04, "capped_prob_error": 1.05}}
     advice = advise(slow)
     assert advice.recipe["training"] is False and "KL to the trainer 4.0e-02" in advice.text

@@ -17,7 +17,12 @@ SECONDS = {"generate": 2.0, "logprobs": 0.5, "train": 1.0, "calibrate": 0.25, "r
 
 
 def line(step: int, reward: float, kl: float = 1e-3) -> dict[str, Any]:
-    mismatch = {"kl_k3": kl, "token_mult_prob_error": 1.0 + kl, "ess": 0.75}
+    mismatch = {
+        "kl_k3": kl,
+        "token_mult_prob_error": 1e9,
+        "capped_prob_error": 1.0 + kl,
+        "ess": 0.75,
+    }
     return {
         "step": step,
         "reward": reward,
@@ -124,7 +129,7 @@ def test_terminal_table_has_a_column_per_precision_with_the_means(out: Path) -> 
     assert shown["reward"] == ["0.20→0.60"] * 3
     assert shown["validation accuracy"] == ["25%→50%"] * 3
     assert shown["KL (k3)"][::2] == ["0.0e+00", "1.0e-03"]
-    assert shown["prob. error"][::2] == ["1.000", "1.001"]
+    assert shown["capped error"][::2] == ["1.000", "1.001"]
     seconds = ["s/step", "generate", "logprobs", "train", "calibrate", "refit"]
     assert [shown[row][2] for row in seconds] == ["3.88", "2.00", "0.50", "1.00", "0.25", "0.12"]
 

@@ -13,9 +13,9 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from fp8rl.kv_scales import scale_name
 from megatron_fp8rl.kv.cache import KVCacheInTraining
-from megatron_fp8rl.testing.launch import join
 from megatron_fp8rl.testing.models import build_gpt
 from support.attention import causal_attention, fake_quantized
+from support.launch import join
 from support.megatron import dense
 from support.numeric import relative_error
 

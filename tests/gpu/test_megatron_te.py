@@ -43,9 +43,9 @@ from megatron_fp8rl.kv.observers import QKVObserver
 from megatron_fp8rl.layers import te_classes
 from megatron_fp8rl.layers.norms import normalize
 from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
-from megatron_fp8rl.testing.launch import launch
 from support.attention import causal_attention, fake_quantized
 from support.fused_swiglu import compare_with_separate
+from support.launch import launch
 from support.numeric import relative_error
 from support.processes import environment
 
@@ -277,15 +277,19 @@ def test_the_norm_of_a_zero_centered_weight_is_transformer_engines():
 
 def _swap_alone(layer: Any, kind: str) -> None:
     """Convert one layer by the same code that converts a model."""
+    from fp8rl import PluginManager
     from fp8rl.training.layout import plain_layout
-    from megatron_fp8rl.conversion import _check, _swap, prepare
+    from megatron_fp8rl.conversion import _setup, fp8_classes
+    from megatron_fp8rl.layers.linear import change_of
     from megatron_fp8rl.layers.linear_modules import Site
 
     layout = plain_layout("o_proj", 768)
     site = Site(("model.layers.0.self_attn.o_proj",), kind, layer, layout)
-    setup = prepare(_config(), Recipe(), gemm_backend="triton")
-    _check(site, setup)
-    _swap(site, setup)
+    plugins = PluginManager()
+    policy = plugins.pin_policy(Recipe().pins, module_names(_config()))
+    setup = _setup(Recipe(), policy, plugins, "triton")
+    _, layer.__class__, attributes = change_of(site, fp8_classes(), setup)
+    layer.__dict__.update(attributes, fp8_setup=setup)
 
 
 def test_multi_latent_attention():

@@ -23,7 +23,7 @@ pytest.importorskip("megatron.core")
 from safetensors.torch import save_file
 
 from fp8rl.gemm import DeepGemmBackend, GemmShape, ScaledMmBackend
-from megatron_fp8rl.testing.launch import launch
+from support.launch import launch
 from support.parallel import cases, promises
 from support.parallel.promises import *  # noqa: F403  the tests
 from support.parallel.run import SINGLES, TOPOLOGIES, random_weights

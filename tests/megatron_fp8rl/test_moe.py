@@ -59,7 +59,7 @@ def _with_grouped_experts():
 
 def test_grouped_experts_are_found_and_exported_under_each_experts_name():
     gpt = _with_grouped_experts()
-    fc1, fc2 = [s for s in sites(gpt) if "experts" in s.path][2:]
+    fc1, fc2 = [s for s in sites([gpt]) if "experts" in s.path][2:]
     assert fc1.names == tuple(f"model.layers.1.mlp.experts.{i}.gate_up_proj" for i in range(3))
     assert fc2.name == "model.layers.1.mlp.experts.down_proj"
     assert fc1.path == "decoder.layers.1.mlp.experts.linear_fc1"

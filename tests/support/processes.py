@@ -19,7 +19,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8rl.testing.launch import RENDEZVOUS
+from support.launch import RENDEZVOUS
 
 TESTS = Path(__file__).resolve().parents[1]
 

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8rl.errors import Fp8RLError
 from fp8rl.training import weight_codes
-from megatron_fp8rl.testing.launch import join
 from support.hf import ALIGNED, RAGGED, convert_alone, hf_model, loss_of
+from support.launch import join
 from torch_fp8rl.kv import KVCacheInTraining, QKVObserver
 
 STEPS, MICRO_BATCHES, RATE = 2, 2, 0.5

@@ -66,7 +66,7 @@ def trainer(folder: Path, recipe: Recipe) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from megatron_fp8rl.testing.cpu_shim import CpuShim
-    from megatron_fp8rl.testing.launch import join
+    from support.launch import join
 
     torch.set_num_threads(1)
     join()

@@ -11,8 +11,8 @@ WORDS, SHAPE = 1000, (3, 7)
 
 def main() -> None:
     from fp8rl.kernels import reference
-    from megatron_fp8rl.testing.launch import join
     from nemo_rl_ext.workers.logprobs import ExactLogprob, FusedLogprob
+    from support.launch import join
     from support.logprob_kernels import kernels
 
     rank, ranks = join()

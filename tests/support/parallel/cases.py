@@ -35,9 +35,9 @@ from megatron_fp8rl.kv.observers import QKVObserver
 from megatron_fp8rl.layers.linear import fp8_linear
 from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.cpu_shim import CpuShim
-from megatron_fp8rl.testing.launch import join
 from megatron_fp8rl.testing.local_spec import completed_local_spec
 from megatron_fp8rl.testing.models import build_gpt
+from support.launch import join
 from support.parallel import checkpoints as checkpoint_cases
 from support.parallel.run import (
     CPU,

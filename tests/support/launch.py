@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from fp8rl.errors import Fp8RLError
-from megatron_fp8rl.testing.cpu_shim import init_gloo
 
 RENDEZVOUS = "FP8RL_TEST_RENDEZVOUS"
 _POLL_SECONDS = 0.05
@@ -38,14 +37,7 @@ def launch(
     rendezvous, so that runs beside each other cannot collide.
 
     Args:
-        script: path of the script.
-        world_size: number of processes.
-        args: its command line.
         timeout: seconds until every process is killed.
-        env: variables to set beside the current ones.
-
-    Returns:
-        stdout of each rank.
 
     Raises:
         LaunchError: a process ended with an error or did not end; the others have been killed.
@@ -89,12 +81,11 @@ def join(device: str = "cpu") -> tuple[int, int]:
         device: "cpu" for gloo, "cuda" for NCCL with one GPU a process.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if device == "cpu":
-        init_gloo(rank, world_size, file=os.environ[RENDEZVOUS])
-    else:
+    if device != "cpu":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        store = torch.distributed.FileStore(os.environ[RENDEZVOUS], world_size)
-        torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
+    backend = "gloo" if device == "cpu" else "nccl"
+    store = torch.distributed.FileStore(os.environ[RENDEZVOUS], world_size)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return rank, world_size
 
 
