@@ -157,20 +157,31 @@ def _fits(expected: Signature, found: Signature, replaced: bool) -> bool:
 
 def _signature(given: ast.arguments) -> Signature:
     """Return the parameters of a ``def`` that was read, with ``...`` as every default."""
-    for each in [node for node in ast.walk(given) if isinstance(node, ast.arg)]:
-        each.annotation = None
-    given.defaults = [ast.Constant(...) for _ in given.defaults]
-    given.kw_defaults = [default and ast.Constant(...) for default in given.kw_defaults]
-    return inspect.signature(eval(f"lambda {ast.unparse(given)}: ..."))  # of plain names now
+    placed = [*given.posonlyargs, *given.args]
+    required = len(placed) - len(given.defaults)
+    found = [
+        Parameter(a.arg, Parameter.POSITIONAL_OR_KEYWORD, default=_default(i >= required))
+        for i, a in enumerate(placed)
+    ]
+    if given.vararg is not None:
+        found.append(Parameter(given.vararg.arg, Parameter.VAR_POSITIONAL))
+    for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        found.append(
+            Parameter(a.arg, Parameter.KEYWORD_ONLY, default=_default(default is not None))
+        )
+    if given.kwarg is not None:
+        found.append(Parameter(given.kwarg.arg, Parameter.VAR_KEYWORD))
+    return Signature(found)
+
+
+def _default(has_one: bool) -> Any:
+    return ... if has_one else Parameter.empty
 
 
 def _names_in(found: Signature) -> str:
     """Return the parameters without annotations, as in :attr:`Upstream.parameters`."""
     plain = [
-        p.replace(
-            annotation=Parameter.empty,
-            default=p.default if p.default is Parameter.empty else ...,
-        )
+        p.replace(annotation=Parameter.empty, default=_default(p.default is not Parameter.empty))
         for p in found.parameters.values()
     ]
     return str(Signature(plain))[1:-1].replace("Ellipsis", "...")
