@@ -1,16 +1,15 @@
 """Every way in by which weights reach an engine, for each kind of model, in BF16 and as FP8 codes.
 
 Each begins with a mixture, and must leave what a refit in BF16 leaves, in place, and be served.
-That a refit's tokens are those of a fresh engine: receiver/test_session.py and quantization/.
+That a refit's tokens are those of a fresh engine: receiver/test_session.py. vLLM's weight-transfer
+API: receiver/test_weight_transfer.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,8 +29,7 @@ from support.engine import Engine, in_fp8, load_tensors, same_state
 from support.mla import ON_A_CPU, RECIPE
 from support.tiny import make_mla_checkpoint, make_qwen35_checkpoint
 from vllm_fp8rl.engine.rank_state import state_of
-from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
-from vllm_fp8rl.refit.receiver.weight_transfer import Fp8RLNcclTransferEngine
+from vllm_fp8rl.refit import drop_requests, refit, refit_from_files
 from vllm_fp8rl.refit.receiver.worker import STEPS, read_answer
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -39,35 +37,11 @@ NORM = "model.norm.weight"
 Tensors = dict[str, torch.Tensor]
 
 
-def by_session(engine: Engine, tensors: Tensors, folder: Path) -> None:
-    with RefitSession(engine.model, expect_kv_scales=None) as session:
-        session.load(tensors.items())
-
-
 def by_steps(engine: Engine, tensors: Tensors, folder: Path) -> None:
     """As a client of a server calls them."""
     for step, *args in (["begin", False], ["load_batch", list(tensors.items())], ["finish"]):
         answers = engine.llm.collective_rpc(STEPS[f"fp8rl_refit_{step}"], args=("steps", *args))
         read_answer(answers[0])
-
-
-def by_nccl(engine: Engine, tensors: Tensors, folder: Path) -> None:
-    """vLLM's receiver, one tensor at a time, with a broadcast that copies."""
-    config, sent = engine.llm.llm_engine.vllm_config, iter(tensors.values())
-    transfer = Fp8RLNcclTransferEngine(None, config, torch.device("cpu"), engine.model)
-    transfer.model_update_group = SimpleNamespace(broadcast=lambda w, **_: w.copy_(next(sent)))
-    transfer.start_weight_update()
-    with patch.object(torch.cuda, "current_stream", lambda: None):
-        transfer.update_weights(
-            {
-                "names": list(tensors),
-                "dtype_names": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
-                "shapes": [list(t.shape) for t in tensors.values()],
-            }
-        )
-    transfer.raise_error()
-    transfer.finish_weight_update()
-    transfer.raise_error()
 
 
 def as_trl(engine: Engine, tensors: Tensors, folder: Path) -> None:
@@ -128,16 +102,11 @@ WAYS: dict[str, Callable[[Engine, Tensors, Path], object]] = {
         iter(sorted(t.items(), key=lambda item: item[0][::-1]))
     ),
     "reload_weights": lambda e, t, path: reload(e, weights_iterator=t.items()),
-    "refit one by one": lambda e, t, path: refit(
-        e.llm, iter(t.items()), expect_kv_scales=False, batch_bytes=1
-    ),
     "files": lambda e, t, path: refit_from_files(e.llm, str(path), expect_kv_scales=False),
-    "session": by_session,
     "steps": by_steps,
     "load_weights": lambda e, t, path: e.model.load_weights(list(t.items())),
     "reload_weights of a folder": lambda e, t, path: reload(e, weights_path=str(path)),
     "layerwise reload": by_layerwise_reload,
-    "NCCL": by_nccl,
     "TRL": as_trl,
     "verl": as_verl,
 }

@@ -10,21 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm.config import ParallelConfig
 
 from fp8rl import Recipe
-from fp8rl.errors import RefitError, UnsupportedError
+from fp8rl.errors import Fp8RLError, UnsupportedError
 from support.engine import LAYERS, PROMPTS, Engine, load_tensors
 from support.processes import answer, run_forked
 from vllm_fp8rl.engine.names import EXTENSION
 from vllm_fp8rl.quantization.config import Fp8RLConfig
 from vllm_fp8rl.refit.liveness import ended_by_death
-from vllm_fp8rl.refit.sender.asynchronous import (
-    _AsyncWorkers,
-    refit_async,
-)
-from vllm_fp8rl.refit.transport import place
+from vllm_fp8rl.refit.sender.asynchronous import _AsyncWorkers, refit_async
+from vllm_fp8rl.refit.sender.client import Changes
 
 SCRIPT = Path(__file__).with_name("async_cases.py")
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -177,117 +173,62 @@ def test_calls_of_a_synchronous_engine_end_with_its_core():
             pending.result(timeout=10)
 
 
-@pytest.mark.parametrize(
-    ("extension", "parallel", "message"),
-    [
-        ("", {}, r"by name only; start it with \*\*vllm_fp8rl\.engine_args\(recipe\)"),
-        (
-            "collections.OrderedDict",
-            {},
-            "give its worker extension .*OrderedDict. the base class vllm_fp8rl.refit.RefitMixin",
-        ),
-        (EXTENSION, {"data_parallel_size": 2}, "has 2 engine cores"),
-        (
-            EXTENSION,
-            {
-                "data_parallel_size": 4,
-                "data_parallel_size_local": 3,
-                "data_parallel_hybrid_lb": True,
-            },
-            "has 3 engine cores",
-        ),
-    ],
-)
-def test_engines_that_cannot_be_reached(extension, parallel, message):
-    with pytest.raises(UnsupportedError, match=message):
-        asyncio.run(refit_async(engine_with(extension, **parallel), [], expect_kv_scales=False))
-
-
-def test_one_engine_core_of_several_behind_an_external_load_balancer_is_served():
-    parallel = {"data_parallel_size": 4, "data_parallel_external_lb": True}
-    assert _AsyncWorkers(engine_with(EXTENSION, **parallel)).session
-
-
-def engine_with(extension: str, **parallel: Any) -> Any:
-    config = ParallelConfig(worker_extension_cls=extension)
-    for name, value in parallel.items():
-        setattr(config, name, value)
-    return SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=config))
-
-
-def test_unknown_policy_for_requests_in_flight():
-    nothing: Any = None
-    with pytest.raises(RefitError, match="in_flight is 'later'; choose one of"):
-        asyncio.run(refit_async(nothing, [], expect_kv_scales=False, in_flight="later"))  # type: ignore[arg-type]
-
-
-def test_a_vllm_without_weight_versions():
-    with pytest.raises(UnsupportedError, match=r"no weight versions; install 0\.32\.0, or leave"):
-        asyncio.run(refit_async(object(), [], expect_kv_scales=False, weight_version="1"))  # type: ignore[arg-type]
-
-
 class EngineOfAConfig:
-    """An AsyncLLM without an engine core, of a configuration that others share."""
+    """An AsyncLLM without an engine core."""
 
-    errored = False
-    engine_core = None
-
-    def __init__(self, vllm_config: Any) -> None:
-        self.vllm_config, self.paused, self.breaks_off = vllm_config, False, False
+    def __init__(self, extension: str = EXTENSION, **parallel: Any) -> None:
+        config = ParallelConfig(worker_extension_cls=extension)
+        for name, value in parallel.items():
+            setattr(config, name, value)
+        self.vllm_config = SimpleNamespace(parallel_config=config, quant_config=Fp8RLConfig())
 
     async def add_request(self) -> None: ...
 
-    async def is_paused(self) -> bool:
-        return self.paused
 
-    async def pause_generation(self, **options: object) -> None:
-        await asyncio.sleep(0.01)  # lets another task run
-        self.paused = True
-
-    async def resume_generation(self) -> None:
-        self.paused = False
-
-    async def reset_prefix_cache(self, **options: object) -> bool:
-        return True
-
-    async def collective_rpc(self, step: str, args: tuple[object, ...]) -> list[dict[str, Any]]:
-        if step == "fp8rl_refit_load_batch" and self.breaks_off:
-            return [{"value": None, "error": ("RefitError", "broken off")}]
-        report = {"parameters": 1, "kv_scales": 0, "tensors": 1, "received_bytes": 1}
-        values: dict[str, Any] = {"fp8rl_refit_finish": report, "fp8rl_refit_abort": True}
-        values["fp8rl_refit_place"] = place()
-        return [{"value": values.get(step), "error": None}]
-
-
-@pytest.fixture
-def two() -> list[Any]:
-    parallel = ParallelConfig(worker_extension_cls=EXTENSION)
-    config = SimpleNamespace(parallel_config=parallel, quant_config=Fp8RLConfig())
-    return [EngineOfAConfig(config) for _ in range(2)]
-
-
-def refit_of(engine: Any) -> Any:
-    return refit_async(engine, [("w", torch.zeros(1))], expect_kv_scales=False)
-
-
-def test_a_failed_refit_of_one_engine_outlives_a_complete_one_of_the_other(two):
-    one, other = two
-    one.breaks_off = True
-    with pytest.raises(RefitError, match="broken off"):
-        asyncio.run(refit_of(one))
-    asyncio.run(refit_of(other))
-    assert one.paused and not other.paused
-    with pytest.raises(RefitError, match="a refit broke off"):
-        asyncio.run(one.add_request())
-    one.breaks_off = False
-    asyncio.run(refit_of(one))
-    assert not one.paused
+@pytest.mark.parametrize(
+    ("engine", "options", "message"),
+    [
+        (
+            EngineOfAConfig(""),
+            {},
+            r"by name only; start it with \*\*vllm_fp8rl\.engine_args\(recipe\)",
+        ),
+        (
+            EngineOfAConfig("collections.OrderedDict"),
+            {},
+            "give its worker extension .*OrderedDict. the base class vllm_fp8rl.refit.RefitMixin",
+        ),
+        (EngineOfAConfig(data_parallel_size=2), {}, "has 2 engine cores"),
+        (
+            EngineOfAConfig(
+                data_parallel_size=4, data_parallel_size_local=3, data_parallel_hybrid_lb=True
+            ),
+            {},
+            "has 3 engine cores",
+        ),
+        (None, {"in_flight": "later"}, "in_flight is 'later'; choose one of"),
+        (
+            None,
+            {"weight_version": "1"},
+            r"no weight versions; install 0\.32\.0, or leave weight_version out",
+        ),
+    ],
+)
+def test_refused(engine: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(Fp8RLError, match=message):
+        asyncio.run(refit_async(engine, [], expect_kv_scales=False, **options))
 
 
-def test_a_vllm_that_takes_requests_elsewhere_is_refused_by_name(two, monkeypatch):
-    from vllm.v1.engine import async_llm
+def test_one_engine_core_of_several_behind_an_external_load_balancer_is_served():
+    engine: Any = EngineOfAConfig(data_parallel_size=4, data_parallel_external_lb=True)
+    assert _AsyncWorkers(engine).session
 
-    monkeypatch.setattr(async_llm, "AsyncLLM", type("AsyncLLM", (EngineOfAConfig,), {}))
-    with pytest.raises(UnsupportedError, match=r"patches '.*AsyncLLM\.generate', which this vLLM"):
-        asyncio.run(refit_of(two[0]))
-    assert not two[0].paused
+
+def test_engines_of_one_config_have_changes_of_their_own(monkeypatch):
+    """A complete refit of one must not open the other, whose refit broke off."""
+    one, other = EngineOfAConfig(), EngineOfAConfig()
+    other.vllm_config = one.vllm_config
+    assert Changes.of(one) is Changes.of(one) is not Changes.of(other)
+    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM", EngineOfAConfig)
+    with pytest.raises(UnsupportedError, match=r"patches '.*\.generate', which this vLLM"):
+        Changes.of(EngineOfAConfig())
