@@ -57,7 +57,7 @@ QUICK = {
             "quantization/test_loading",
             "engine/test_guard",
             "refit/receiver/test_inventory",
-            "refit/test_stale_scales",
+            "refit/receiver/test_session",
             "test_plugin",
         )
     ),

@@ -81,5 +81,5 @@ def test_engine_cores_that_are_killed(tmp_path: Path, counts: Counter[str]) -> N
         found = run_script(script, tmp_path, timeout=300)
         assert found["error"].startswith("RefitError: Step "), found
         assert "restart the engine" in found["error"]
-        assert found["afterwards"] != "served", found
+        assert found["afterwards"] != "none", found
         counts["engine cores killed"] += 1

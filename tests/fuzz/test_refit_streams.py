@@ -20,11 +20,11 @@ from fp8rl.errors import Fp8RLError
 from support.models import MODELS, Live, differing
 from support.wire import FAULTS, NOT_IN_FILES, SenderDied, Wire, items, make_wire, refilled, spoil
 from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
-from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
+from vllm_fp8rl.refit import drop_requests, refit, refit_from_files
 
 OUTER = ("collection", "generator", "refilled buffer", "files")
 """Doors that take the ``LLM``; after a failure it refuses requests itself until one succeeds."""
-INNER = ("session", "rpc")
+INNER = ("rpc",)
 """Doors to the workers, of which the ``LLM`` knows nothing."""
 PROMPT = [(7 * i) % 120 + 5 for i in range(200)]
 """More than a block of the KV cache."""
@@ -37,12 +37,6 @@ def through(door: str, live: Live, wire: Wire, batch_bytes: int, rng: random.Ran
         return refit(llm, list(wire.stream), expect_kv_scales=announced, batch_bytes=batch_bytes)
     if door == "refilled buffer":
         return refit(llm, refilled(wire), expect_kv_scales=announced)
-    if door == "session":
-        with RefitSession(live.engine.model, expect_kv_scales=announced) as session:
-            for batch in _batches(wire, rng):
-                session.load(batch)
-        llm.reset_prefix_cache()
-        return session.report
     if door == "files" and not NOT_IN_FILES & set(wire.faults):
         with tempfile.TemporaryDirectory() as folder:
             for number, batch in enumerate(_batches(wire, rng)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ class Wire:
     stream: Stream
     kv_scales: dict[str, float]
     """What the stream's KV scales say, by the names on the wire; empty: none are announced."""
+    names: frozenset[str]
+    """Of the stream before anything was spoiled."""
     faults: list[str] = field(default_factory=list)
     """What is wrong; empty: the refit must succeed."""
 
@@ -68,7 +71,7 @@ def make_wire(model: Model, seed: int, codes: bool, kv_scales: bool, *, calm: bo
                 shape = rng.choice(((), (1,)))
                 stream.append((f"model.layers.{layer}.{form}.{role}_scale", value.reshape(shape)))
     rng.shuffle(stream)
-    return Wire(model, stream, scales)
+    return Wire(model, stream, scales, frozenset(name for name, _ in stream))
 
 
 def _ragged(model: Model, name: str) -> bool:
@@ -110,9 +113,6 @@ def _fuse_experts(model: Model, tensors: Tensors) -> Tensors:
 Fault = Callable[[Wire, random.Random], bool]
 """Spoils a wire in place; False where it could not."""
 Wanted = Callable[[Wire, str, torch.Tensor], bool]
-FAULTS: dict[str, Fault] = {}
-NOT_IN_FILES = set[str]()
-"""Faults that no safetensors file can hold."""
 
 
 def spoil(wire: Wire, name: str, rng: random.Random) -> None:
@@ -120,54 +120,53 @@ def spoil(wire: Wire, name: str, rng: random.Random) -> None:
         wire.faults.append(name)
 
 
-def fault(name: str) -> Callable[[Fault], Fault]:
-    """Register a way to spoil a wire."""
+def one(
+    wanted: Wanted, change: Callable[[Wire, random.Random, str, torch.Tensor], Stream]
+) -> Fault:
+    """Put other items in the place of one of a kind, which no earlier fault has added."""
 
-    def register(spoil: Fault) -> Fault:
-        FAULTS[name] = spoil
-        return spoil
+    def spoil(wire: Wire, rng: random.Random) -> bool:
+        sent = Counter(name for name, _ in wire.stream)
+        places = [
+            place
+            for place, (name, value) in enumerate(wire.stream)
+            if name in wire.names
+            and sent[name] == 1
+            and isinstance(value, torch.Tensor)
+            and value.layout == torch.strided
+            and wanted(wire, name, value)
+        ]
+        if places:
+            place = rng.choice(places)
+            wire.stream[place : place + 1] = change(wire, rng, *wire.stream[place])
+        return bool(places)
 
-    return register
-
-
-def pick(wire: Wire, rng: random.Random, wanted: Wanted) -> int | None:
-    """A place in the stream whose tensor is one; KV scales are none."""
-    places = [
-        place
-        for place, (name, value) in enumerate(wire.stream)
-        if isinstance(value, torch.Tensor) and value.ndim and value.numel() > 1
-        and wanted(wire, name, value)
-    ]  # fmt: skip
-    return rng.choice(places) if places else None
-
-
-def replaced(
-    name: str, wanted: Wanted, change: Callable[[Wire, random.Random, torch.Tensor], Any]
-) -> None:
-    """Register a fault that changes one tensor of a kind."""
-
-    @fault(name)
-    def _(wire: Wire, rng: random.Random) -> bool:
-        if (place := pick(wire, rng, wanted)) is None:
-            return False
-        sent, tensor = wire.stream[place]
-        wire.stream[place] = (sent, change(wire, rng, tensor))
-        return True
+    return spoil
 
 
-def inserted(name: str, item: Callable[[Wire, random.Random], tuple[str, Any] | None]) -> None:
-    """Register a fault that puts one more item into the stream."""
+def other(wanted: Wanted, change: Callable[[Wire, random.Random, torch.Tensor], Any]) -> Fault:
+    """Put another value in the place of a tensor of a kind."""
+    return one(wanted, lambda wire, rng, name, tensor: [(name, change(wire, rng, tensor))])
 
-    @fault(name)
-    def _(wire: Wire, rng: random.Random) -> bool:
-        if (more := item(wire, rng)) is None:
-            return False
-        wire.stream.insert(rng.randrange(len(wire.stream) + 1), more)
-        return True
+
+def more(item: Callable[[Wire, random.Random], tuple[str, Any] | None]) -> Fault:
+    """Put one more item into the stream."""
+
+    def spoil(wire: Wire, rng: random.Random) -> bool:
+        added = item(wire, rng)
+        if added is not None:
+            wire.stream.insert(rng.randrange(len(wire.stream) + 1), added)
+        return added is not None
+
+    return spoil
+
+
+def _weight(wire: Wire, name: str, tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 1 and not name.endswith("_scale_inv") and not _tied(wire, name)
 
 
 def _source(wire: Wire, name: str, tensor: torch.Tensor) -> bool:
-    return tensor.dtype in SOURCES and not name.endswith("_scale_inv")
+    return tensor.numel() > 1 and tensor.dtype in SOURCES and not name.endswith("_scale_inv")
 
 
 def _scales(wire: Wire, name: str, tensor: torch.Tensor) -> bool:
@@ -175,7 +174,11 @@ def _scales(wire: Wire, name: str, tensor: torch.Tensor) -> bool:
 
 
 def _codes(wire: Wire, name: str, tensor: torch.Tensor) -> bool:
-    return tensor.dtype == torch.float8_e4m3fn
+    return tensor.dtype == torch.float8_e4m3fn and wire.model.is_fp8(name)
+
+
+def _kv(wire: Wire, name: str, tensor: torch.Tensor) -> bool:
+    return name.endswith(("k_scale", "v_scale"))
 
 
 def _tied(wire: Wire, name: str) -> bool:
@@ -194,139 +197,19 @@ def _with_a_nan_code(wire: Wire, rng: random.Random, tensor: torch.Tensor) -> to
     return bits.view(torch.float8_e4m3fn)
 
 
-def _not_in_files(name: str) -> str:
-    NOT_IN_FILES.add(name)
-    return name
-
-
-for _value in ("nan", "inf", "-inf"):
-    replaced(_value, _source, lambda w, rng, t, value=_value: _with(t, float(value)))
-for _dtype in (torch.int8, torch.float64, torch.bool, torch.float8_e5m2):
-    replaced(f"dtype {_dtype}", _source, lambda w, rng, t, dtype=_dtype: t.to(dtype))
-for _bad in (0.0, -1.0, float("nan"), float("inf")):
-    name = f"a block's scale of {_bad}"
-    replaced(name, _scales, lambda w, rng, t, value=_bad: torch.full_like(t, value))
-replaced("scales without codes", _codes, lambda w, rng, t: t.bfloat16())
-replaced("a NaN code", _codes, _with_a_nan_code)
-replaced(
-    "a wrong shape",
-    lambda w, n, t: t.shape[0] > 1,
-    lambda w, rng, t: rng.choice((t[:1], t[None], t.reshape(-1, 1), t[:-1])).clone(),
-)
-replaced(
-    "a value beyond the engine's dtype",
-    lambda w, n, t: w.model.dtype != torch.float32 and _source(w, n, t) and "_proj" not in n,
-    lambda w, rng, t: _with(t.float(), 3.4e38 if w.model.dtype == torch.bfloat16 else 7e4),
-)
-replaced(
-    "codes for a plain tensor",
-    lambda w, n, t: _source(w, n, t) and not w.model.is_fp8(n),
-    lambda w, rng, t: t.to(torch.float8_e4m3fn),
-)
-replaced(
-    "free scales for an engine of powers of two",
-    lambda w, n, t: w.model.scale_format == "pow2" and _scales(w, n, t),
-    lambda w, rng, t: t * 0.7,
-)
-replaced(
-    "a tied tensor with other values",
-    lambda w, n, t: w.model.tied and n == "lm_head.weight",
-    lambda w, rng, t: t + 1,
-)
-for _name, _change in {
-    "dtype torch.complex64": lambda w, rng, t: t.to(torch.complex64),
-    "a sparse tensor": lambda w, rng, t: t.to_sparse(),
-    "a tensor without memory": lambda w, rng, t: t.to("meta"),
-    "a numpy array": lambda w, rng, t: t.float().numpy(),
-    "no tensor at all": lambda w, rng, t: rng.choice((None, 3.0, "weights", [1.0], object())),
-}.items():
-    replaced(_not_in_files(_name), _source, _change)
-
-UNKNOWN = ("model.layers.9.mlp.up_proj.weight", "rope.inv_freq", "model", "lm_head")
-inserted("an unknown tensor", lambda w, rng: (rng.choice(UNKNOWN), torch.ones(3)))
-inserted(_not_in_files("a repeated tensor"), lambda w, rng: rng.choice(w.stream))
-inserted(_not_in_files("a sender that dies"), lambda w, rng: ("", SenderDied("trainer gone")))
-inserted(
-    "a KV scale of a layer that is not there",
-    lambda w, rng: (scale_name(LAYERS, "k"), torch.tensor([0.1])),
-)
+def _in_codes(wire: Wire, rng: random.Random, name: str, tensor: torch.Tensor) -> Stream:
+    made = quantize_block(tensor, BLOCK, wire.model.scale_format)
+    return [(name, made.codes), (f"{name}_scale_inv", made.scale_inv)]
 
 
 def _expert(wire: Wire, rng: random.Random) -> tuple[str, Any] | None:
     stem = "model.layers.1.mlp.experts"
-    stacked = wire.sent().get(f"{stem}.down_proj")
-    return None if stacked is None else (f"{stem}.1.down_proj.weight", stacked[1].clone())
+    stacked = dict(wire.stream).get(f"{stem}.down_proj")
+    whole = isinstance(stacked, torch.Tensor) and stacked.ndim == 3 and len(stacked) > 1
+    return (f"{stem}.1.down_proj.weight", stacked[1].clone()) if whole else None
 
 
-inserted("an expert in both forms", _expert)
-
-
-@fault("a missing tensor")
-def _(wire: Wire, rng: random.Random) -> bool:
-    # An alias need not be sent, and scales without codes are the matter of another fault.
-    place = pick(wire, rng, lambda w, n, t: not _scales(w, n, t) and not _tied(w, n))
-    if place is None:
-        return False
-    name = wire.stream[place][0]
-    wire.stream = [item for item in wire.stream if not item[0].startswith(name)]
-    return True
-
-
-@fault("a renamed tensor")
-def _(wire: Wire, rng: random.Random) -> bool:
-    place = pick(wire, rng, lambda w, n, t: not _tied(w, n))
-    if place is None:
-        return False
-    name, tensor = wire.stream[place]
-    wire.stream[place] = (rng.choice((f"module.{name}", f"{name}.more", name[1:], "")), tensor)
-    return True
-
-
-@fault("codes without scales")
-def _(wire: Wire, rng: random.Random) -> bool:
-    place = pick(wire, rng, _scales)
-    if place is None:
-        return False
-    del wire.stream[place]
-    return True
-
-
-@fault("codes of rows that share a block")
-def _(wire: Wire, rng: random.Random) -> bool:
-    place = pick(wire, rng, lambda w, n, t: _source(w, n, t) and _ragged(w.model, n)
-                 and n.endswith((".k_proj.weight", ".v_proj.weight")))  # fmt: skip
-    if place is None:
-        return False
-    name, tensor = wire.stream[place]
-    made = quantize_block(tensor, BLOCK, wire.model.scale_format)
-    wire.stream[place] = (name, made.codes)
-    wire.stream.append((f"{name}_scale_inv", made.scale_inv))
-    return True
-
-
-def replaced_kv(name: str, value: torch.Tensor | None) -> None:
-    """Register a fault that changes, or with None drops, one KV scale."""
-
-    @fault(name)
-    def _(wire: Wire, rng: random.Random) -> bool:
-        places = [i for i, (n, _) in enumerate(wire.stream) if n.endswith(("k_scale", "v_scale"))]
-        if not places:
-            return False
-        place = rng.choice(places)
-        sent = wire.stream.pop(place)[0]
-        if value is not None:
-            wire.stream.insert(place, (sent, value))
-        return True
-
-
-for _bad in (0.0, -1.0, float("nan"), float("inf"), 1e-45, 3e38):
-    replaced_kv(f"a KV scale of {_bad}", torch.tensor([_bad]))
-replaced_kv("a KV scale for each head", torch.full((2,), 0.05))
-replaced_kv("a missing KV scale", None)
-
-
-@fault("unannounced KV scales")
-def _(wire: Wire, rng: random.Random) -> bool:
+def _unannounced(wire: Wire, rng: random.Random) -> bool:
     if not wire.kv_scales:
         return False
     wire.kv_scales = {}
@@ -334,13 +217,90 @@ def _(wire: Wire, rng: random.Random) -> bool:
     return True
 
 
-@fault(_not_in_files("a KV scale under both its names"))
-def _(wire: Wire, rng: random.Random) -> bool:
-    if not wire.kv_scales:
-        return False
-    for form in ("self_attn", "self_attn.attn"):
-        wire.stream.append((f"model.layers.0.{form}.k_scale", torch.tensor([0.1])))
-    return True
+UNKNOWN = ("model.layers.9.mlp.up_proj.weight", "rope.inv_freq", "model", "lm_head")
+FAULTS: dict[str, Fault] = {
+    **{
+        value: other(_source, lambda w, rng, t, value=value: _with(t, float(value)))
+        for value in ("nan", "inf", "-inf")
+    },
+    **{
+        f"dtype {dtype}": other(_source, lambda w, rng, t, dtype=dtype: t.to(dtype))
+        for dtype in (torch.int8, torch.float64, torch.float8_e5m2, torch.complex64)
+    },
+    **{
+        f"a block's scale of {bad}": other(
+            _scales, lambda w, rng, t, bad=bad: torch.full_like(t, bad)
+        )
+        for bad in (0.0, -1.0, float("nan"))
+    },
+    **{
+        f"a KV scale of {bad}": other(_kv, lambda w, rng, t, bad=bad: torch.full_like(t, bad))
+        for bad in (0.0, -1.0, float("nan"), 1e-45, 3e38)
+    },
+    "a KV scale for each head": other(_kv, lambda w, rng, t: torch.full((2,), 0.05)),
+    "a missing KV scale": one(_kv, lambda w, rng, n, t: []),
+    "a KV scale of a layer that is not there": more(
+        lambda w, rng: (scale_name(LAYERS, "k"), torch.tensor([0.1]))
+    ),
+    "a KV scale under both its names": one(
+        _kv,
+        lambda w, rng, n, t: [
+            (
+                f"{n.replace('.attn.', '.').rpartition('.')[0]}{part}.{n.rpartition('.')[2]}",
+                t.clone(),
+            )
+            for part in ("", ".attn")
+        ],
+    ),
+    "unannounced KV scales": _unannounced,
+    "scales without codes": other(_codes, lambda w, rng, t: t.bfloat16()),
+    "codes without scales": one(_scales, lambda w, rng, n, t: []),
+    "a NaN code": other(_codes, _with_a_nan_code),
+    "codes for a plain tensor": other(
+        lambda w, n, t: _source(w, n, t) and not w.model.is_fp8(n),
+        lambda w, rng, t: t.to(torch.float8_e4m3fn),
+    ),
+    "codes of rows that share a block": one(
+        lambda w, n, t: _source(w, n, t) and _ragged(w.model, n) and ".q_proj." not in n, _in_codes
+    ),
+    "free scales for an engine of powers of two": other(
+        lambda w, n, t: w.model.scale_format == "pow2" and _scales(w, n, t),
+        lambda w, rng, t: t * 0.7,
+    ),
+    "a wrong shape": other(
+        lambda w, n, t: t.ndim > 0 and t.shape[0] > 1,
+        lambda w, rng, t: rng.choice((t[:1], t[None], t.reshape(-1, 1), t[:-1])).clone(),
+    ),
+    "a value beyond the engine's dtype": other(
+        lambda w, n, t: w.model.dtype != torch.float32 and _source(w, n, t) and "_proj" not in n,
+        lambda w, rng, t: _with(t.float(), 3.4e38 if w.model.dtype == torch.bfloat16 else 7e4),
+    ),
+    "a tied tensor with other values": other(
+        lambda w, n, t: w.model.tied and n == "lm_head.weight", lambda w, rng, t: t + 1
+    ),
+    "a sparse tensor": other(_source, lambda w, rng, t: t.to_sparse()),
+    "no tensor at all": other(_source, lambda w, rng, t: rng.choice((None, 3.0, "weights"))),
+    "an unknown tensor": more(lambda w, rng: (rng.choice(UNKNOWN), torch.ones(3))),
+    "a repeated tensor": more(lambda w, rng: rng.choice(w.stream)),
+    "a missing tensor": one(
+        lambda w, n, t: _source(w, n, t) and not _tied(w, n), lambda w, rng, n, t: []
+    ),
+    "a renamed tensor": one(
+        _weight,
+        lambda w, rng, n, t: [(rng.choice((f"module.{n}", f"{n}.more", n[1:], "")), t)],
+    ),
+    "an expert in both forms": more(_expert),
+    "a sender that dies": more(lambda w, rng: ("", SenderDied("trainer gone"))),
+}
+NOT_IN_FILES = {
+    "dtype torch.complex64",
+    "a sparse tensor",
+    "no tensor at all",
+    "a repeated tensor",
+    "a sender that dies",
+    "a KV scale under both its names",
+}
+"""Faults that no safetensors file can hold."""
 
 
 def items(wire: Wire) -> Iterator[tuple[str, Any]]:
@@ -356,8 +316,7 @@ def refilled(wire: Wire) -> Iterator[tuple[str, Any]]:
     dense = [t for _, t in wire.stream if isinstance(t, torch.Tensor) and t.layout == torch.strided]
     memory = torch.empty(max(tensor.nbytes for tensor in dense) + 16, dtype=torch.uint8)
     for name, value in items(wire):
-        if not any(value is tensor for tensor in dense) or value.is_meta or not value.numel():
-            yield name, value
-            continue
-        place = memory[: value.nbytes].view(value.dtype).view(value.shape)
-        yield name, place.copy_(value)
+        if any(value is tensor for tensor in dense) and value.numel():
+            place = memory[: value.nbytes].view(value.dtype).view(value.shape)
+            value = place.copy_(value)
+        yield name, value

@@ -1,4 +1,4 @@
-"""Every way in by which weights reach an engine, for each kind of model, in BF16 and as FP8 codes.
+"""Every way in by which weights reach an engine, in BF16 and as FP8 codes.
 
 Each begins with a mixture, and must leave what a refit in BF16 leaves, in place, and be served.
 That a refit's tokens are those of a fresh engine: receiver/test_session.py. vLLM's weight-transfer
@@ -7,6 +7,7 @@ API: receiver/test_weight_transfer.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,9 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
-from fp8rl import Recipe
 from fp8rl.errors import RefitError
-from fp8rl.recipe import KVCache
 from support.engine import Engine, in_fp8, load_tensors, same_state
-from support.mla import ON_A_CPU, RECIPE
-from support.tiny import make_mla_checkpoint, make_qwen35_checkpoint
-from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.refit import drop_requests, refit, refit_from_files
 from vllm_fp8rl.refit.receiver.worker import STEPS, read_answer
 
@@ -110,12 +105,9 @@ WAYS: dict[str, Callable[[Engine, Tensors, Path], object]] = {
     "TRL": as_trl,
     "verl": as_verl,
 }
-BY_ROUTES_AND_BY_THE_WALK = list(WAYS)[:3]
-"""What differs from model to model."""
 CASES = [("dense", way) for way in WAYS] + [
-    (model, way)
-    for model in ("experts", "latent attention", "delta nets")
-    for way in BY_ROUTES_AND_BY_THE_WALK
+    ("experts", way)  # what differs from model to model
+    for way in ("refit", "load_weights of a stream from behind", "reload_weights")
 ]
 
 
@@ -131,14 +123,7 @@ class Live:
 
     def wire(self, kind: str) -> tuple[Tensors, Path]:
         """Tensors of ``b`` as they are sent, and a folder with them."""
-        policy = state_of(self.engine.model).policy
-        tensors = dict(self.b)
-        for name, tensor in self.b.items() if kind == "codes" else ():
-            module, _, leaf = name.rpartition(".")
-            if leaf == "weight" and policy.precision(module) == "fp8":
-                del tensors[name]
-                codes = in_fp8({"proj.weight": tensor})
-                tensors |= {f"{module}.{n.removeprefix('proj.')}": t for n, t in codes.items()}
+        tensors = in_fp8(self.b) if kind == "codes" else self.b
         folder = self.root / kind
         folder.mkdir(exist_ok=True)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -149,33 +134,15 @@ class Live:
 def live_of(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Live]:
-    found: dict[str, Live] = {}
+    get = request.getfixturevalue
 
-    def made(name: str) -> Live:
+    @functools.cache
+    def of(name: str) -> Live:
         root = tmp_path_factory.mktemp("ways")
-        get = request.getfixturevalue
         if name == "dense":
             return Live(get("engine"), get("checkpoints"), root)
-        if name == "experts":
-            paths = get("expert_checkpoints")
-            get("moe_engine")
-            return Live(get("shared_engine")("experts"), paths, root)
-        make, recipe, options = make_mla_checkpoint, RECIPE, dict(ON_A_CPU)
-        if name == "delta nets":
-            pytest.importorskip("transformers.models.qwen3_5", reason="transformers: no Qwen3.5")
-            if "Qwen3_5ForCausalLM" not in _TEXT_GENERATION_MODELS:
-                pytest.skip("this vLLM has no Qwen3.5 without the vision wrapper")
-            make, recipe = make_qwen35_checkpoint, Recipe(kv_cache=KVCache(dtype="auto"))
-            options = {"dtype": "bfloat16"}
-        else:
-            get("experts_on_a_cpu")
-        paths = {each: make(root / each, seed) for seed, each in enumerate("ab")}
-        return Live(get("moe_engine")(paths["a"], recipe, **options), paths, root)
-
-    def of(name: str) -> Live:
-        if name not in found:
-            found[name] = made(name)
-        return found[name]
+        get("moe_engine")
+        return Live(get("shared_engine")("experts"), get("expert_checkpoints"), root)
 
     return of
 
