@@ -12,7 +12,6 @@ cache, so that every refit is refused; or it refuses every step. The engine must
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -120,14 +119,7 @@ ACTIONS: dict[str, Callable[[Live, Wire, Path], Any]] = {
 @pytest.mark.parametrize(
     ("name", "action"), [*(("qwen3", action) for action in ACTIONS), ("qwen3_moe", "refit")]
 )
-def test_old_or_new_or_a_refusal(
-    name: str,
-    action: str,
-    live: Callable[[str], Live],
-    budget: Callable[[int], settings],
-    counts: Counter[str],
-    tmp_path: Path,
-) -> None:
+def test_old_or_new_or_a_refusal(name, action, live, budget, counts, tmp_path):
     started, act = live(name), ACTIONS[action]
     llm = started.engine.llm
     old, new = (make_wire(MODELS[name], s, False, True, calm=True) for s in (1, 2))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -43,9 +41,7 @@ def batches(draw: st.DrawFn) -> Batch:
     return Batch(mask=torch.tensor(mask), advantages=advantages, **logprobs)
 
 
-def test_weights_rejection_and_loss(
-    budget: Callable[[int], settings], counts: Counter[str]
-) -> None:
+def test_weights_rejection_and_loss(budget, counts):
     @settings(parent=budget(200))
     @given(b=batches(), c=correctors(), g=losses())
     def check(b: Batch, c: ImportanceSampling, g: GRPOConfig) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from safetensors.torch import save_file
@@ -212,10 +210,5 @@ def machine(live: Live, counts: Counter[str]) -> type[RuleBasedStateMachine]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_any_stream_is_complete_or_refused(
-    name: str,
-    live: Callable[[str], Live],
-    budget: Callable[[int], settings],
-    counts: Counter[str],
-) -> None:
+def test_any_stream_is_complete_or_refused(name, live, budget, counts):
     run_state_machine_as_test(machine(live(name), counts), settings=budget(5))

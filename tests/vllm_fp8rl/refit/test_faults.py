@@ -5,14 +5,13 @@ A rank that dies: tp_refit.py. Any fault at any place of a stream: tests/fuzz/te
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from fp8rl.errors import RefitError
-from support.engine import PROMPTS, SCALES, Engine
+from support.engine import PROMPTS, SCALES
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.transport import Sender, place
 from vllm_fp8rl.storage import block_grid as grid_module
@@ -25,9 +24,7 @@ def exhausted(*args: object, **options: object) -> None:
 
 
 @pytest.mark.parametrize("place_of_it", ["checks", "first write", "later write"])
-def test_out_of_memory(
-    engine: Engine, intact: Callable[[], bool], b: dict, monkeypatch: Any, place_of_it: str
-) -> None:
+def test_out_of_memory(engine, intact, b, monkeypatch, place_of_it):
     """A GPU allocates where tensors come from the host or are strided: here, by a failure there."""
     quantize, left = grid_module.quantize_blocks, [3 if place_of_it == "later write" else 0]
 
@@ -50,16 +47,14 @@ def test_out_of_memory(
         engine.refuses(RefitError, "half-updated.*refit the engine")
 
 
-def test_out_of_memory_at_staging_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_at_staging_names_the_remedy(monkeypatch):
     """A sender stages GPU tensors for workers in other processes, before it sends any."""
     monkeypatch.setattr("vllm_fp8rl.refit.transport.torch.empty", exhausted)
     with pytest.raises(RefitError, match=r"on cpu for a staging buffer of 256 MiB, .*smaller"):
         Sender([place()], 256 << 20)._make_staging(torch.device("cpu"))
 
 
-def test_a_prefix_cache_that_cannot_be_reset_leaves_a_refusal(
-    engine: Engine, b: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefix_cache_that_cannot_be_reset_leaves_a_refusal(engine, b, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(engine.llm, "reset_prefix_cache", lambda **options: False)
         with pytest.raises(RefitError, match="could not reset its prefix cache"):
@@ -68,8 +63,8 @@ def test_a_prefix_cache_that_cannot_be_reset_leaves_a_refusal(
 
 
 def test_requests_in_flight_are_refused_before_a_worker_hears_of_the_refit(
-    engine: Engine, intact: Callable[[], bool], b: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine, intact, b, monkeypatch
+):
     live = engine.llm.llm_engine
     own = live.add_request
     with monkeypatch.context() as patch:

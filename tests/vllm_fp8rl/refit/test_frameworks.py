@@ -19,7 +19,6 @@ from support.engine import PROMPTS, SCALES, load_tensors
 from support.processes import environment
 from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS, engine_args
 from vllm_fp8rl.quantization import config
-from vllm_fp8rl.refit import refit_from_files
 from vllm_fp8rl.refit.receiver.worker import has_refit_methods
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -37,14 +36,6 @@ def doc_block(heading: str) -> str:
 def examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder of examples, from which modules can be imported."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-
-
-def test_plain_functions_serve_where_the_slot_is_taken(other_engine, checkpoints, tokens):
-    engine = other_engine(
-        checkpoints["a"], Recipe(), worker_extension_cls="vllm_extension.BucketExtension"
-    )
-    refit_from_files(engine.llm, str(checkpoints["b"]), expect_kv_scales=False)
-    assert engine.greedy(PROMPTS) == tokens["b"]
 
 
 def test_a_model_folder_that_asks_for_fp8(other_engine, checkpoints, tmp_path):

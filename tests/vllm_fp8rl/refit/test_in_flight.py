@@ -79,9 +79,7 @@ def next_of_a_fresh_engine(engine: Engine, tensors: Weights, said: Said) -> Said
     return one_step(engine)
 
 
-def test_the_next_token_over_old_keys_is_not_that_of_the_new_weights(
-    engine: Engine, b: Weights
-) -> None:
+def test_the_next_token_over_old_keys_is_not_that_of_the_new_weights(engine, b):
     said = in_flight(engine)
     engine.model.load_weights((b | SCALES).items())  # the naive way
     naive = one_step(engine)
@@ -93,9 +91,7 @@ def test_the_next_token_over_old_keys_is_not_that_of_the_new_weights(
 @pytest.mark.parametrize(
     "change", [{}, {"model.layers.1.self_attn.attn.q_scale": torch.tensor(0.5)}]
 )
-def test_requests_go_on_where_no_scale_of_cached_codes_has_changed(
-    engine: Engine, a: Weights, change: Weights
-) -> None:
+def test_requests_go_on_where_no_scale_of_cached_codes_has_changed(engine, a, change):
     said = in_flight(engine)
     assert put(engine, a | SCALES | change) == 0
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
@@ -104,8 +100,8 @@ def test_requests_go_on_where_no_scale_of_cached_codes_has_changed(
 
 
 def test_where_a_scale_grows_old_codes_are_refused_until_keys_are_computed_again(
-    engine: Engine, a: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine, a, monkeypatch
+):
     """The weights stay, so that nothing but the scales is different."""
     said = in_flight(engine)
     with monkeypatch.context() as without_the_guard:

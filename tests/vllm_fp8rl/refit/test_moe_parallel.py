@@ -46,9 +46,7 @@ def found_by(root: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("kind", "noise"), [("experts", 0.02), ("halves", 0.5), ("latent", 0.1), ("delta", 0.02)]
 )
-def test_refits_over_two_ranks_give_the_logprobs_of_one(
-    found_by: dict[str, dict[str, Any]], kind: str, noise: float
-) -> None:
+def test_refits_over_two_ranks_give_the_logprobs_of_one(found_by, kind, noise):
     """As near as codes that flip allow: ranks sum in another order, and halves move blocks."""
     if kind not in found_by:
         pytest.skip("transformers has no Qwen3.5")

@@ -98,16 +98,7 @@ ANNOUNCED: list[tuple[Any, type[Exception], str]] = [
         *(("refit", stream, True, *rest) for stream, *rest in ANNOUNCED),
     ],
 )
-def test_refused(
-    engine: Engine,
-    intact: Callable[[], bool],
-    tokens: dict[str, list[list[int]]],
-    way: str,
-    stream: Any,
-    scales: bool,
-    error: type[Exception],
-    message: str,
-) -> None:
+def test_refused(engine, intact, tokens, way, stream, scales, error, message):
     with pytest.raises(error, match=message) as raised:
         WAYS[way](engine, stream, scales)
     assert "\n" not in str(raised.value)
@@ -143,8 +134,8 @@ def test_what_is_packed_is_looked_up_before_it_is_read(engine, monkeypatch, sent
     ],
 )
 def test_a_fault_after_a_write_closes_the_engine_until_a_complete_refit(
-    engine: Engine, b: Tensors, tokens: Any, change: dict[str, Any], message: str
-) -> None:
+    engine, b, tokens, change, message
+):
     """``change``: other tensors; None for one that is left out."""
     sent = [item for item in (b | SCALES | change).items() if item[1] is not None]
     with pytest.raises(RefitError, match=message):
@@ -154,7 +145,7 @@ def test_a_fault_after_a_write_closes_the_engine_until_a_complete_refit(
     assert engine.greedy(PROMPTS) == tokens["b"]
 
 
-def test_codes_that_were_refused_may_come_in_bf16(engine: Engine, b: Tensors, tokens: Any) -> None:
+def test_codes_that_were_refused_may_come_in_bf16(engine, b, tokens):
     """As the error says, in the same refit."""
     with RefitSession(engine.model, expect_kv_scales=True) as session:
         with pytest.raises(RefitError, match="infinite"):
@@ -164,6 +155,6 @@ def test_codes_that_were_refused_may_come_in_bf16(engine: Engine, b: Tensors, to
     assert engine.greedy(PROMPTS) == tokens["b"]
 
 
-def test_a_session_needs_its_block(engine: Engine, a: Tensors) -> None:
+def test_a_session_needs_its_block(engine, a):
     with pytest.raises(Fp8RLError, match="context manager"):
         RefitSession(engine.model, expect_kv_scales=False).load(a.items())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import itertools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +18,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from fp8rl.errors import RefitError
+from fp8rl.errors import Fp8RLError, RefitError
 from support.engine import KV_SCALE, PROMPTS, SCALES
 from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
 from vllm_fp8rl.engine.rank_state import state_of
@@ -239,3 +242,20 @@ def test_weights_do_not_sleep_under_a_load(engine, b, tokens):
 
     engine.model.load_weights(stream())
     assert serves(engine, tokens["b"])
+
+
+NONSENSE = (None, -1, "x", b"x", {"tensors": None}, [("model.norm.weight", None)], torch.ones(3))
+
+
+@pytest.mark.parametrize("step", sorted(STEPS.keys() - {"fp8rl_admit_kv_calibration"}))
+def test_a_step_with_nonsense_answers_with_an_error_of_ours(engine, intact, step):
+    """As ``collective_rpc`` of a server hands it on, in a refit of the name "one"."""
+    worker = engine.llm.llm_engine.model_executor.driver_worker.worker
+    number = len(inspect.signature(STEPS[step]).parameters) - 1
+    for arguments in itertools.product(("one", *NONSENSE), repeat=number):
+        read_answer(STEPS["fp8rl_refit_begin"](worker, "one", False))
+        with contextlib.suppress(Fp8RLError):
+            read_answer(STEPS[step](worker, *arguments))
+        STEPS["fp8rl_refit_abort"](worker, "one", "ends")
+        STEPS["fp8rl_stop_observing_kv"](worker)
+    assert intact()

@@ -150,13 +150,7 @@ def live_of(
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("kind", ["BF16", "codes"])
 @pytest.mark.parametrize(("name", "way"), CASES)
-def test_any_way_mends_a_mixture_in_place(
-    live_of: Callable[[str], Live],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    way: str,
-    kind: str,
-) -> None:
+def test_any_way_mends_a_mixture_in_place(live_of, monkeypatch, name, way, kind):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     live = live_of(name)
     engine, first = live.engine, list(live.a.items())[:3]

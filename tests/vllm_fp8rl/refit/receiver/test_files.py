@@ -18,7 +18,7 @@ from safetensors.torch import save, save_file
 from fp8rl.errors import RefitError, ScaleError
 from fp8rl.models.folder import INDEX
 from fp8rl.weight_files import WeightFile
-from support.engine import PROMPTS, Engine
+from support.engine import PROMPTS
 from vllm_fp8rl.refit import refit_from_files
 from vllm_fp8rl.refit.receiver.files import read_files
 
@@ -145,7 +145,7 @@ def test_other_paths(path, message):
     ids=["name", "shape", "scale"],
 )
 def test_names_and_shapes_are_looked_up_before_data_is_read(
-    engine: Engine, b, intact: Callable[[], bool], tmp_path, monkeypatch, tensors, message
+    engine, b, intact, tmp_path, monkeypatch, tensors, message
 ):
     """A tensor of gigabytes that nobody has asked for, and one at the end of a long refit."""
     save_file({n: t for n, t in b.items() if n not in tensors}, tmp_path / "a.safetensors")
@@ -207,7 +207,7 @@ def test_a_change_while_files_are_read(tmp_path, change, number, after):
         list(tensors)
 
 
-def test_a_refit_from_a_file_that_is_rewritten(engine: Engine, checkpoints, tmp_path, monkeypatch):
+def test_a_refit_from_a_file_that_is_rewritten(engine, checkpoints, tmp_path, monkeypatch):
     """It would load one half of each, and report it complete."""
     path = tmp_path / "model.safetensors"
     path.write_bytes((checkpoints["a"] / "model.safetensors").read_bytes())

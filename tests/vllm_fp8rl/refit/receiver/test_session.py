@@ -10,7 +10,7 @@ from fp8rl.errors import ScaleError
 from fp8rl.numerics import quantize_block
 from support.engine import FUSED, LAYERS, PROMPTS, SCALES
 from vllm_fp8rl.kv.scales import forget_kv_scales
-from vllm_fp8rl.refit import RefitSession, refit
+from vllm_fp8rl.refit import refit
 
 pytestmark = pytest.mark.usefixtures("restored")
 
@@ -49,33 +49,6 @@ def test_prefix_cache_is_reset(engine, a, b):
     assert engine.greedy(long) == with_a
     assert with_b != with_a
     assert stale != with_a, "this prompt does not notice a stale prefix, so the test is void"
-
-
-@pytest.mark.parametrize("way", ["refit", "session"])
-@pytest.mark.parametrize(
-    ("buffers", "writes"), [(1, "in torch"), (2, "unseen"), (1, "zeros behind it")]
-)
-def test_reused_buffers_are_read_in_time(engine, b, tokens, way, buffers, writes):
-    """With one batch for all, each tensor would have the values of a later one, or zeros."""
-    size = max(t.numel() for t in b.values())
-    rings = [torch.zeros(size, dtype=torch.bfloat16) for _ in range(buffers)]
-
-    def stream():
-        for number, (name, tensor) in enumerate(b.items()):
-            ring = rings[number % buffers]
-            # By numpy, NCCL or another process: torch does not count such writes.
-            target = ring if writes == "in torch" else ring.data
-            yield name, target[: tensor.numel()].copy_(tensor.view(-1)).view(tensor.shape)
-            if writes == "zeros behind it":
-                target.zero_()
-
-    if way == "refit":
-        refit(engine.llm, stream(), expect_kv_scales=False, batch_bytes=1 << 30)
-    else:
-        with RefitSession(engine.model, expect_kv_scales=False) as session:
-            session.load(stream())
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens["b"]
 
 
 def test_hooks_get_the_report_and_an_error_of_theirs_is_logged(engine, b, tokens, monkeypatch):

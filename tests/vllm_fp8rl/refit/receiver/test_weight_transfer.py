@@ -16,7 +16,6 @@ from vllm.distributed import weight_transfer
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
 from support.engine import KV_SCALE, PROMPTS, SCALES, Engine, in_fp8, load_tensors, same_state
-from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.transport import pack
 
@@ -64,20 +63,6 @@ def test_update_from_files_and_from_payloads(receiver, checkpoints, tokens):
     assert receiver.pointers() == before
 
 
-def test_incomplete_update_is_an_error_and_closes_the_engine(receiver, a, b, tokens):
-    receiver.llm.start_weight_update()
-    update(receiver, payload=pack((name, t) for name, t in b.items() if name != UP))
-    with pytest.raises(RefitError, match=f"lacks 1 .*'{UP}'"):
-        finish(receiver)
-    receiver.refuses(RefitError, "half-updated")
-    with pytest.raises(RefitError, match="No weight update is under way"):
-        finish(receiver)
-    receiver.llm.start_weight_update()
-    update(receiver, payload=pack(a.items()))
-    finish(receiver)
-    assert receiver.greedy(PROMPTS) == tokens["a"]
-
-
 def test_an_update_beside_requests_in_flight_is_refused(receiver):
     from vllm import SamplingParams
 
@@ -101,8 +86,9 @@ def test_an_update_that_lacks_a_source_or_whose_sender_died(receiver):
         with pytest.raises(RefitError, match=error):
             update(receiver, **sent)
         receiver.llm.start_weight_update()
-    with pytest.raises(RefitError, match="lacks"):
-        finish(receiver)
+    for error in ("lacks", "No weight update is under way"):
+        with pytest.raises(RefitError, match=error):
+            finish(receiver)
     assert len(receiver.greedy(PROMPTS)) == len(PROMPTS)  # nothing was written
 
 
@@ -251,8 +237,3 @@ def test_the_guides_lines(pushed, fresh, a, b, monkeypatch):
 def test_engines_that_would_serve_a_mixture_are_refused_at_the_start(engine_of, backend, remedy):
     with pytest.raises(UnsupportedError, match=f"'{backend}' takes an incomplete.* it to {remedy}"):
         engine_of(backend)
-
-
-def test_backends_are_registered_in_vllm():
-    registry = weight_transfer.WeightTransferEngineFactory._registry
-    assert registry.keys() >= WEIGHT_TRANSFER_BACKENDS.keys()

@@ -47,7 +47,7 @@ def failures(
 
 
 @pytest.mark.parametrize("case", names_of(SCRIPT))
-def test_refit_async(failures: dict[str, str], case: str) -> None:
+def test_refit_async(failures, case):
     assert not failures[case], failures[case]
 
 
@@ -107,7 +107,7 @@ class EngineOfAConfig:
         ),
     ],
 )
-def test_refused(engine: Any, options: dict[str, Any], message: str) -> None:
+def test_refused(engine, options, message):
     with pytest.raises(Fp8RLError, match=message):
         asyncio.run(refit_async(engine, [], expect_kv_scales=False, **options))
 
