@@ -35,10 +35,6 @@ class Wire:
     faults: list[str] = field(default_factory=list)
     """What is wrong; empty: the refit must succeed."""
 
-    @property
-    def announced(self) -> bool:
-        return bool(self.kv_scales) or "unannounced KV scales" in self.faults
-
     def sent(self) -> Tensors:
         return dict(self.stream)
 
@@ -206,11 +202,8 @@ def _expert(wire: Wire, rng: random.Random) -> tuple[str, Any] | None:
 
 
 def _unannounced(wire: Wire, rng: random.Random) -> bool:
-    if not wire.kv_scales:
-        return False
-    wire.kv_scales = {}
-    wire.faults.append("announced: False")
-    return True
+    had, wire.kv_scales = bool(wire.kv_scales), {}
+    return had
 
 
 FAULTS: dict[str, Fault] = {
@@ -248,8 +241,6 @@ FAULTS: dict[str, Fault] = {
     "a sender that dies": more(lambda w, rng: ("", SenderDied("trainer gone"))),
 }
 """Each refusal by itself: tests/vllm_fp8rl/refit/test_refusals.py."""
-NOT_IN_FILES = {"no tensor at all", "a repeated tensor", "a sender that dies"}
-"""Faults that no safetensors file can hold."""
 
 
 def items(wire: Wire) -> Iterator[tuple[str, Any]]:

@@ -23,16 +23,14 @@ from vllm_fp8rl.refit.transport import pack
 pytestmark = pytest.mark.usefixtures("restored")
 Tensors = dict[str, torch.Tensor]
 
-WAYS: dict[str, Callable[[Engine, Any, bool], object]] = {
-    "refit": lambda engine, stream, scales: refit(
-        engine.llm, stream, expect_kv_scales=scales, batch_bytes=1 << 30
-    ),
-    "load_weights": lambda engine, stream, scales: engine.model.load_weights(list(stream)),
-    "load_weights of a stream": lambda engine, stream, scales: engine.model.load_weights(
-        iter(stream)
-    ),
+WAYS: dict[str, Callable[[Engine, Any], object]] = {
+    "refit": lambda e, stream: refit(e.llm, stream, expect_kv_scales=False),
+    "refit with KV scales": lambda e, stream: refit(e.llm, stream, expect_kv_scales=True),
+    "load_weights": lambda e, stream: e.model.load_weights(list(stream)),
+    "load_weights of a stream": lambda e, stream: e.model.load_weights(iter(stream)),
 }
-REFIT, LOAD, ALL = ["refit"], ["load_weights"], list(WAYS)
+REFIT, ANNOUNCED, LOAD, STREAM = ([way] for way in WAYS)
+ALL = [*REFIT, *LOAD, *STREAM]
 
 UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
 UP_SCALE = f"{UP}_scale_inv"
@@ -82,25 +80,20 @@ CASES: list[tuple[list[str], Any, type[Exception], str]] = [
     (REFIT, {UP: ONES}, RefitError, r"not a mapping; give its items\(\)"),
     (REFIT, None, RefitError, "not 'NoneType'"),
     (REFIT, [(K0, torch.ones(1))], RefitError, "unannounced"),
-]
-ANNOUNCED: list[tuple[Any, type[Exception], str]] = [
-    ([(K0, torch.zeros(1))], ScaleError, K0),
-    (K0_BOTH, RefitError, "twice"),
-    ([(K_OF_NO_LAYER, torch.ones(1))], RefitError, f"'{K_OF_NO_LAYER}' is for a layer that this"),
+    (ANNOUNCED, [(K0, torch.zeros(1))], ScaleError, K0),
+    (ANNOUNCED, K0_BOTH, RefitError, "twice"),
+    (ANNOUNCED, [(K_OF_NO_LAYER, torch.ones(1))], RefitError, f"'{K_OF_NO_LAYER}' is for a layer"),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize(
-    ("way", "stream", "scales", "error", "message"),
-    [
-        *((way, stream, False, *rest) for ways, stream, *rest in CASES for way in ways),
-        *(("refit", stream, True, *rest) for stream, *rest in ANNOUNCED),
-    ],
+    ("way", "stream", "error", "message"),
+    [(way, stream, *rest) for ways, stream, *rest in CASES for way in ways],
 )
-def test_refused(engine, intact, tokens, way, stream, scales, error, message):
+def test_refused(engine, intact, tokens, way, stream, error, message):
     with pytest.raises(error, match=message) as raised:
-        WAYS[way](engine, stream, scales)
+        WAYS[way](engine, stream)
     assert "\n" not in str(raised.value)
     assert engine.greedy(PROMPTS[:1], 2) == [tokens["a"][0][:2]]
     assert intact()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import numpy as np
 import pytest
 import torch
@@ -142,24 +140,15 @@ def test_tensors_without_plain_values_are_refused(make, message):
             pack(stream)
 
 
+@pytest.mark.usefixtures("engine")  # of which torch.distributed has a group
 def test_a_sharded_tensor():
     from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        address = f"tcp://localhost:{probe.getsockname()[1]}"
-    made = not torch.distributed.is_initialized()
-    if made:
-        torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        sharded = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
-        with pytest.raises(RefitError, match=r"'a' is a DTensor.* send its full_tensor\(\)"):
-            steady([("a", sharded)])
-        steady([("a", sharded.full_tensor())])
-    finally:
-        if made:
-            torch.distributed.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
+    with pytest.raises(RefitError, match=r"'a' is a DTensor.* send its full_tensor\(\)"):
+        steady([("a", sharded)])
+    steady([("a", sharded.full_tensor())])
 
 
 @pytest.mark.parametrize("payload", [b"\xff" * 20, None, {"bytes": 1}])

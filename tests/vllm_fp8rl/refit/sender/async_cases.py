@@ -26,7 +26,7 @@ import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.errors import RefitError
 from support.cases import Cases
-from support.engine import KV_SCALE, LAYERS, PROMPTS, SCALES, load_tensors
+from support.engine import KV_SCALE, LAYERS, PROMPTS, SCALES, SETTINGS, load_tensors
 from support.processes import fork_engines
 from vllm_fp8rl.refit.receiver.worker import RefitMixin
 from vllm_fp8rl.refit.sender.asynchronous import refit_async
@@ -315,7 +315,7 @@ async def over_http(s: Served) -> None:
         assert await s.engine.is_paused()
         await call(refit_over_http, str(s.root / "b"))
         assert await s.serves("b")
-        await call(set_kv_scales, dict.fromkeys(SCALES, 2 * KV_SCALE))
+        await call(set_kv_scales, dict.fromkeys(SCALES, KV_SCALE / 100))  # values are cut off
         assert not await s.serves("b")
         with pytest.raises(Exception, match=r"ScaleError.*k_scale' is -1\.0"):
             await call(set_kv_scales, {next(iter(SCALES)): -1.0})
@@ -344,25 +344,17 @@ async def run_all(engine: Any, root: Path) -> dict[str, str]:
 
 
 def main(root: Path) -> dict[str, str]:
+    from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.async_llm import AsyncLLM
 
     fork_engines()
-    # As `vllm serve` reads them.
-    flags = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
-        [
-            *("--model", str(root / "a")),
-            *("--quantization", "fp8rl", "--kv-cache-dtype", "fp8_e4m3"),
-            *("--additional-config", json.dumps({"fp8rl": Recipe().to_dict()})),
-            *("--weight-transfer-config", json.dumps({"backend": "fp8rl"})),
-            *("--worker-extension-cls", f"{Extension.__module__}.{Extension.__qualname__}"),
-            *("--dtype", "float32", "--enforce-eager", "--max-model-len", "256"),
-            *("--max-num-seqs", "8", "--kv-cache-memory-bytes", str(32 << 20)),
-            *("--skip-tokenizer-init", "--seed", "0"),
-        ]
+    arguments: dict[str, Any] = vllm_fp8rl.engine_args(Recipe()) | SETTINGS
+    arguments["worker_extension_cls"] = f"{Extension.__module__}.{Extension.__qualname__}"
+    transfer = WeightTransferConfig(backend="fp8rl")
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(model=str(root / "a"), weight_transfer_config=transfer, **arguments)
     )
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(flags))
     try:
         return asyncio.run(run_all(engine, root))
     finally:
