@@ -122,7 +122,7 @@ ACTIONS: dict[str, Callable[[Live, Wire, Path], Any]] = {
 def test_old_or_new_or_a_refusal(name, action, live, budget, counts, tmp_path):
     started, act = live(name), ACTIONS[action]
     llm = started.engine.llm
-    old, new = (make_wire(MODELS[name], s, False, True, calm=True) for s in (1, 2))
+    old, new = (make_wire(MODELS[name], s, False, True) for s in (1, 2))
     save_file(new.sent(), tmp_path / "model.safetensors")
     of_old, of_new = (MODELS[name].held(wire.sent()) for wire in (old, new))
 

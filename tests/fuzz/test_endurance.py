@@ -43,7 +43,7 @@ def test_refits_leave_nothing_behind(live, counts):
     """Whole ones, broken ones, calibrations and requests."""
     started, model = live("qwen3"), MODELS["qwen3"]
     llm = started.engine.llm
-    wires = [make_wire(model, s, codes=s == 2, kv_scales=True, calm=True) for s in (1, 2)]
+    wires = [make_wire(model, s, codes=s == 2, kv_scales=True) for s in (1, 2)]
 
     def one(number: int) -> None:
         wire = wires[number % 2]

@@ -28,19 +28,12 @@ SCALES = {f"model.layers.0.self_attn.{role}_scale": 0.5 + n for n, role in enume
 READERS = {module.__file__ for module in (export, folder, weight_files)}
 
 
-def source(folder: Path, files: int, version: int = 0, hub: bool = False) -> Path:
+def source(folder: Path, files: int, version: int = 0) -> Path:
     """A model, each version with other weights, tokenizer and KV scales."""
-    made = folder if not hub else folder / "snapshots" / "revision"
     tensors = {n: t * (1 + version) for n, t in weights(ModelSpec.dense(1).names).items()}
     tensors |= {name: torch.tensor([scale + version]) for name, scale in SCALES.items()}
-    model(made, tensors, files=files, num_hidden_layers=1, version=version)
+    made = model(folder, tensors, files=files, num_hidden_layers=1, version=version)
     (made / "tokenizer.json").write_text(json.dumps({"version": version}))
-    if hub:
-        blobs = folder / "blobs"
-        blobs.mkdir()
-        for number, file in enumerate(sorted(made.iterdir())):
-            file.rename(blobs / str(number))
-            file.symlink_to(f"../../blobs/{number}")
     return made
 
 
@@ -106,15 +99,14 @@ def test_sources_that_change(lines, budget, counts):
     @settings(parent=budget(40))
     @given(
         files=st.integers(1, 3),
-        hub=st.booleans(),
         action=st.sampled_from(sorted(ACTIONS)),
         which=st.integers(0, 20),
         share=st.floats(0, 1),
     )
-    def check(files: int, hub: bool, action: str, which: int, share: float) -> None:
+    def check(files: int, action: str, which: int, share: float) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            made = source(folder / "in", files, hub=hub)
+            made = source(folder / "in", files)
             other = source(folder / "other", files, 1)
             names = sorted(file.name for file in made.iterdir())
             chosen = names if which >= len(names) else [names[which]]

@@ -141,7 +141,7 @@ def machine(live: Live, counts: Counter[str]) -> type[RuleBasedStateMachine]:
         def teardown(self) -> None:
             """Whatever has happened, the next complete refit serves, and as the first did."""
             drop_requests(live.engine.llm)
-            wire = make_wire(live.model, 1, codes=False, kv_scales=True, calm=True)
+            wire = make_wire(live.model, 1, codes=False, kv_scales=True)
             self._succeeds(wire, "collection")
             live.engine.llm.reset_prefix_cache()
             said.append(live.serves())

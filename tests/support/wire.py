@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from fp8rl.kv_scales import scale_name
-from fp8rl.numerics.reference import quantize_block
-from support.models import BLOCK, LAYERS, Model, Tensors
+from support.models import LAYERS, Model, Tensors, quantized
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 Stream = list[tuple[str, Any]]
@@ -39,23 +38,20 @@ class Wire:
         return dict(self.stream)
 
 
-def make_wire(model: Model, seed: int, codes: bool, kv_scales: bool, *, calm: bool = False) -> Wire:
-    """A complete stream, all from ``seed``; ``calm``: no value that could overflow activations."""
+def make_wire(model: Model, seed: int, codes: bool, kv_scales: bool) -> Wire:
+    """A complete stream, all from ``seed``."""
     rng = random.Random(seed)
     tensors: Tensors = {}
     fused_experts = bool(model.experts) and not codes and rng.random() < 0.5
     for name, value in model.tensors(seed).items():
-        shaped = value if calm else _values(name, value, rng)
         if model.is_fp8(name) and codes and rng.random() < 0.6 and not _ragged(model, name):
-            made = quantize_block(shaped, BLOCK, model.scale_format)
+            made = quantized(value)
             tensors[name], tensors[f"{name}_scale_inv"] = made
         else:
             dtype = rng.choice(SOURCES)
-            tensors[name] = shaped.clamp(-6e4, 6e4).to(dtype)
+            tensors[name] = value.to(dtype)
     if fused_experts:
         tensors = _fuse_experts(model, tensors)
-    if model.tied and rng.random() < 0.5:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     stream: Stream = list(tensors.items())
     scales: dict[str, float] = {}
     if kv_scales:
@@ -72,23 +68,6 @@ def make_wire(model: Model, seed: int, codes: bool, kv_scales: bool, *, calm: bo
 
 def _ragged(model: Model, name: str) -> bool:
     return model.ragged and any(f".{part}_proj." in name for part in "qkv")
-
-
-def _values(name: str, value: torch.Tensor, rng: random.Random) -> torch.Tensor:
-    """Mostly as they are; some full of ties between codes, tiny, large or zero."""
-    if not name.endswith("proj.weight"):
-        return value
-    kind = rng.choice(("normal",) * 8 + ("ties", "tiny", "large", "zero"))
-    if kind == "ties":  # odd numbers lie in the middle of two codes; 448 makes the scale 1
-        value = (value * 200).round() * 2 + 1
-        value.view(-1)[:: BLOCK[1]] = 448.0
-    elif kind == "tiny":
-        value = value * 1e-30
-    elif kind == "large":
-        value = value * 5e4
-    elif kind == "zero":
-        value = torch.zeros_like(value)
-    return value
 
 
 def _fuse_experts(model: Model, tensors: Tensors) -> Tensors:
@@ -173,10 +152,6 @@ def _kv(wire: Wire, name: str, tensor: torch.Tensor) -> bool:
     return name.endswith(("k_scale", "v_scale"))
 
 
-def _tied(wire: Wire, name: str) -> bool:
-    return wire.model.tied and name in ("lm_head.weight", "model.embed_tokens.weight")
-
-
 def _with(tensor: torch.Tensor, value: float) -> torch.Tensor:
     changed = tensor.clone()
     changed.view(-1)[changed.numel() // 2] = value
@@ -190,7 +165,7 @@ def _with_a_nan_code(wire: Wire, rng: random.Random, tensor: torch.Tensor) -> to
 
 
 def _in_codes(wire: Wire, rng: random.Random, name: str, tensor: torch.Tensor) -> Stream:
-    made = quantize_block(tensor, BLOCK, wire.model.scale_format)
+    made = quantized(tensor)
     return [(name, made.codes), (f"{name}_scale_inv", made.scale_inv)]
 
 
@@ -217,19 +192,19 @@ FAULTS: dict[str, Fault] = {
     "a NaN code": other(_codes, _with_a_nan_code),
     "codes without scales": one(_scales, lambda w, rng, n, t: []),
     "codes of rows that share a block": one(
-        lambda w, n, t: _source(w, n, t) and _ragged(w.model, n) and ".q_proj." not in n, _in_codes
-    ),
-    "a tied tensor with other values": other(
-        lambda w, n, t: w.model.tied and n == "lm_head.weight", lambda w, rng, t: t + 1
+        lambda w, n, t: (
+            w.model.ragged
+            and n.endswith((".k_proj.weight", ".v_proj.weight"))
+            and t.dtype in SOURCES
+        ),
+        _in_codes,
     ),
     "a KV scale of NaN": other(_kv, lambda w, rng, t: torch.full_like(t, float("nan"))),
     "a missing KV scale": one(_kv, lambda w, rng, n, t: []),
     "unannounced KV scales": _unannounced,
-    "a missing tensor": one(
-        lambda w, n, t: _source(w, n, t) and not _tied(w, n), lambda w, rng, n, t: []
-    ),
+    "a missing tensor": one(_source, lambda w, rng, n, t: []),
     "a renamed tensor": one(
-        lambda w, n, t: _source(w, n, t) and not _tied(w, n),
+        _source,
         lambda w, rng, n, t: [(rng.choice((f"module.{n}", f"{n}.more", n[1:], "")), t)],
     ),
     "an unknown tensor": more(
