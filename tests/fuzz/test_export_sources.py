@@ -96,7 +96,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> int:
 
 
 def test_sources_that_change(lines, budget, counts):
-    @settings(parent=budget(40))
+    @settings(parent=budget(20))
     @given(
         files=st.integers(1, 3),
         action=st.sampled_from(sorted(ACTIONS)),

@@ -42,7 +42,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 def test_weights_rejection_and_loss(budget, counts):
-    @settings(parent=budget(200))
+    @settings(parent=budget(150))
     @given(b=batches(), c=correctors(), g=losses())
     def check(b: Batch, c: ImportanceSampling, g: GRPOConfig) -> None:
         counts["batches of logprobs"] += 1
