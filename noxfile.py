@@ -48,7 +48,7 @@ QUICK = {
     VLLM: files(
         VLLM,
         "attention/test_cpu patches/test_ledger quantization/test_loading engine/test_guard "
-        "refit/receiver/test_inventory refit/test_stale_scales test_plugin",
+        "refit/receiver/test_inventory refit/receiver/test_session test_plugin",
     ),
     MEGATRON: files(MEGATRON, "layers/test_linear export/test_stream"),
 }

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
@@ -20,15 +20,13 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 import torch
 
 from fp8rl import Recipe
-from fp8rl.kv_scales import scale_names
-from support.engine import KV_SCALE, LAYERS, Engine, load_tensors, start_engine
+from support.engine import SCALES, load_tensors, start_engine
 from vllm_fp8rl.refit import refit
 
 
 def main(root: Path) -> dict[str, str]:
     engine = start_engine(root / "a", Recipe())
-    weights = load_tensors(root / "a")
-    weights |= {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
+    weights = load_tensors(root / "a") | SCALES
     refit(engine.llm, weights.items(), expect_kv_scales=True)
     core = engine.llm.llm_engine.engine_core.resources.engine_manager.processes[0].pid
     delay = float((root / "delay").read_text())
@@ -39,22 +37,17 @@ def main(root: Path) -> dict[str, str]:
             time.sleep(0.3 / len(weights))
             yield item
 
-    found = {"error": "none", "afterwards": "served"}
-    try:
-        refit(engine.llm, slowly(), expect_kv_scales=True, batch_bytes=1)
-        time.sleep(1.0)
-    except Exception as error:
-        found["error"] = f"{type(error).__name__}: {error}"
-    found["afterwards"] = afterwards(engine)
-    return found
+    refitting = raised(lambda: refit(engine.llm, slowly(), expect_kv_scales=True, batch_bytes=1))
+    time.sleep(1.0)
+    return {"error": refitting, "afterwards": raised(lambda: engine.greedy([[5, 6, 7]], 1))}
 
 
-def afterwards(engine: Engine) -> str:
+def raised(run: Callable[[], object]) -> str:
     try:
-        engine.greedy([[5, 6, 7]], 1)
+        run()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return "served"
+    return "none"
 
 
 if __name__ == "__main__":

@@ -7,15 +7,13 @@ import gc
 import os
 import random
 import threading
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fp8rl.errors import Fp8RLError
 from support.engine import make_checkpoint
-from support.models import MODELS, Live
+from support.models import MODELS
 from support.processes import run_script
 from support.wire import make_wire
 from vllm_fp8rl.calibration import calibrate_kv_scales
@@ -41,11 +39,11 @@ def held_by_this_process() -> dict[str, int]:
     }
 
 
-def test_refits_leave_nothing_behind(live: Callable[[str], Live], counts: Counter[str]) -> None:
+def test_refits_leave_nothing_behind(live, counts):
     """Whole ones, broken ones, calibrations and requests."""
     started, model = live("qwen3"), MODELS["qwen3"]
     llm = started.engine.llm
-    wires = [make_wire(model, s, codes=s == 2, kv_scales=True, calm=True) for s in (1, 2)]
+    wires = [make_wire(model, s, codes=s == 2, kv_scales=True) for s in (1, 2)]
 
     def one(number: int) -> None:
         wire = wires[number % 2]
@@ -72,7 +70,7 @@ def test_refits_leave_nothing_behind(live: Callable[[str], Live], counts: Counte
 
 
 @pytest.mark.skipif(not KILLS, reason="each takes the start of an engine: make fuzz")
-def test_engine_cores_that_are_killed(tmp_path: Path, counts: Counter[str]) -> None:
+def test_engine_cores_that_are_killed(tmp_path, counts):
     """SIGKILL in the middle of a refit; the caller gets an error, not a wait."""
     make_checkpoint(tmp_path / "a", 0)
     script = Path(__file__).with_name("kill_cases.py")
@@ -81,5 +79,5 @@ def test_engine_cores_that_are_killed(tmp_path: Path, counts: Counter[str]) -> N
         found = run_script(script, tmp_path, timeout=300)
         assert found["error"].startswith("RefitError: Step "), found
         assert "restart the engine" in found["error"]
-        assert found["afterwards"] != "served", found
+        assert found["afterwards"] != "none", found
         counts["engine cores killed"] += 1

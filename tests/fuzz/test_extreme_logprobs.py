@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -43,18 +41,19 @@ def batches(draw: st.DrawFn) -> Batch:
     return Batch(mask=torch.tensor(mask), advantages=advantages, **logprobs)
 
 
-def is_refused(b: Batch) -> bool:
-    return not b.mask.any() or bool(difference(b.old, b.rollout, b.mask).isnan().any())
-
-
-def test_weights_and_rejection(budget: Callable[[int], settings], counts: Counter[str]) -> None:
+def test_weights_rejection_and_loss(budget, counts):
     @settings(parent=budget(150))
-    @given(b=batches(), c=correctors())
-    def check(b: Batch, c: ImportanceSampling) -> None:
+    @given(b=batches(), c=correctors(), g=losses())
+    def check(b: Batch, c: ImportanceSampling, g: GRPOConfig) -> None:
         counts["batches of logprobs"] += 1
-        if is_refused(b):
-            with pytest.raises(BatchError, match=r"NaN at row|no token"):
-                correct(b.rollout, b.old, b.mask, c)
+        loss_fn = GRPOLoss(g, c, PLUGINS)
+        if not b.mask.any() or difference(b.old, b.rollout, b.mask).isnan().any():
+            for refused in (
+                lambda: correct(b.rollout, b.old, b.mask, c),
+                lambda: loss_fn(*b.args()),
+            ):
+                with pytest.raises(BatchError, match=r"NaN at row|no token"):
+                    refused()
             return
         weights, kept, _ = corrected(b, c)
         got = correct(b.rollout, b.old, b.mask, c)
@@ -63,33 +62,17 @@ def test_weights_and_rejection(budget: Callable[[int], settings], counts: Counte
         shares = {n: v for n, v in got.metrics.items() if n.endswith("_share")}
         assert all(0 <= share <= 1 for share in shares.values()), shares
 
-    check()
-
-
-def test_losses(budget: Callable[[int], settings], counts: Counter[str]) -> None:
-    @settings(parent=budget(150))
-    @given(b=batches(), c=correctors(), g=losses())
-    def check(b: Batch, c: ImportanceSampling, g: GRPOConfig) -> None:
-        counts["losses"] += 1
+        expected = loss_of(b, c.log_ratio_clamp, g, weights, kept)
+        used = ((b.current, b.old), (b.reference, b.current))
+        undefined = any(difference(n, d, kept).isnan().any() for n, d in used)
         b.current.requires_grad_()
         try:
-            loss, _ = GRPOLoss(g, c, PLUGINS)(*b.args())
-        except BatchError as error:
-            loss = error
-        else:
-            loss.backward()
-        if is_refused(b):
-            assert isinstance(loss, BatchError)
+            loss, _ = loss_fn(*b.args())
+        except BatchError:
+            assert undefined or expected.largest > LARGEST
             return
-        weights, kept, _ = corrected(b, c)
-        used = [(b.current, b.old), (b.reference, b.current)]
-        if any(difference(n.detach(), d.detach(), kept).isnan().any() for n, d in used):
-            assert isinstance(loss, BatchError)
-            return
-        expected = loss_of(b, c.log_ratio_clamp, g, weights, kept)
-        if isinstance(loss, BatchError):
-            assert expected.largest > LARGEST, loss
-            return
+        assert not undefined
+        loss.backward()
         off = abs(loss.item() - expected.loss.item())
         assert off <= 5e-4 * expected.size + 1e-30, (loss, expected)
         assert b.current.grad.isfinite().all()

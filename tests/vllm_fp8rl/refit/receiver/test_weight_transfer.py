@@ -1,4 +1,4 @@
-"""vLLM's own ways to change weights: its weight-transfer API and ``reload_weights``."""
+"""vLLM's weight-transfer API: updates from files, payloads, and vLLM's own trainers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,32 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import WeightTransferConfig
+from vllm.distributed import weight_transfer
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
-from support.engine import PROMPTS, SCALES, Engine, in_fp8, load_tensors, same_state
-from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS
+from support.engine import KV_SCALE, PROMPTS, SCALES, Engine, in_fp8, load_tensors, same_state
+from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.transport import pack
 
 UP = "model.layers.1.mlp.up_proj.weight"
+Items = list[tuple[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
-def receiver(other_engine: Callable[..., Engine], checkpoints: dict[str, Path]) -> Engine:
-    from vllm.config import WeightTransferConfig
-
-    started = other_engine(
-        checkpoints["a"], Recipe(), weight_transfer_config=WeightTransferConfig(backend="fp8rl")
+def engine_of(other_engine, checkpoints) -> Callable[[str], Engine]:
+    """``engine_of(backend)``: a new engine of ``a``."""
+    return lambda backend: other_engine(
+        checkpoints["a"],
+        Recipe(),
+        weight_transfer_config=WeightTransferConfig(backend=backend),
     )
+
+
+@pytest.fixture(scope="module")
+def receiver(engine_of: Callable[[str], Engine]) -> Engine:
+    started = engine_of("fp8rl")
     started.llm.init_weight_transfer_engine({"init_info": {}})
     return started
 
@@ -35,8 +44,8 @@ def update(engine: Engine, **update_info: Any) -> None:
     engine.llm.update_weights({"update_info": update_info})
 
 
-def finish(engine: Engine) -> None:
-    engine.llm.finish_weight_update()
+def finish(engine: Engine, **options: Any) -> None:
+    engine.llm.finish_weight_update(**options)
     engine.llm.reset_prefix_cache()
 
 
@@ -54,23 +63,7 @@ def test_update_from_files_and_from_payloads(receiver, checkpoints, tokens):
     assert receiver.pointers() == before
 
 
-def test_incomplete_update_is_an_error_and_closes_the_engine(receiver, checkpoints, tokens):
-    a, b = (load_tensors(checkpoints[name]) for name in "ab")
-    lacking = [(name, tensor) for name, tensor in b.items() if name != UP]
-    receiver.llm.start_weight_update()
-    update(receiver, payload=pack(lacking))
-    with pytest.raises(RefitError, match=f"lacks 1 .*'{UP}'"):
-        finish(receiver)
-    receiver.refuses(RefitError, "half-updated")
-    with pytest.raises(RefitError, match="No weight update is under way"):
-        finish(receiver)
-    receiver.llm.start_weight_update()
-    update(receiver, payload=pack(a.items()))
-    finish(receiver)
-    assert receiver.greedy(PROMPTS) == tokens["a"]
-
-
-def test_an_update_beside_requests_in_flight_is_refused(receiver, tokens):
+def test_an_update_beside_requests_in_flight_is_refused(receiver):
     from vllm import SamplingParams
 
     core = receiver.llm.llm_engine
@@ -85,14 +78,33 @@ def test_an_update_beside_requests_in_flight_is_refused(receiver, tokens):
     assert ended[-1] == 12
 
 
-def test_one_source_for_an_update(receiver):
+def test_an_update_that_lacks_a_source_or_whose_sender_died(receiver):
     receiver.llm.start_weight_update()
-    with pytest.raises(RefitError, match="either 'path' or 'payload'"):
-        update(receiver)
+    with pytest.raises(RefitError, match=r"under way; finish it, or end it by .*\{\"end\": true\}"):
+        receiver.llm.start_weight_update()
+    for sent, error in (({"end": True}, "'end'"), ({}, "either 'path' or 'payload'")):
+        with pytest.raises(RefitError, match=error):
+            update(receiver, **sent)
+        receiver.llm.start_weight_update()
+    for error in ("lacks", "No weight update is under way"):
+        with pytest.raises(RefitError, match=error):
+            finish(receiver)
     assert len(receiver.greedy(PROMPTS)) == len(PROMPTS)  # nothing was written
 
 
-Items = list[tuple[str, torch.Tensor]]
+def test_weight_version(receiver, a, tokens):
+    """vLLM's own, which an update that is refused leaves as it was."""
+    llm = receiver.llm
+    if not hasattr(llm, "get_weight_version"):
+        pytest.skip("vLLM had no weight versions before 0.31")
+    llm.start_weight_update()
+    update(receiver, payload=pack(a.items()))
+    finish(receiver, weight_version="step 1")
+    llm.start_weight_update()
+    with pytest.raises(RefitError, match="lacks"):
+        finish(receiver, weight_version="step 2")
+    assert llm.get_weight_version() == "step 1"
+    assert receiver.greedy(PROMPTS) == tokens["a"]
 
 
 class Pushed:
@@ -114,32 +126,29 @@ class Pushed:
         self.engine.llm.reset_prefix_cache()
 
 
-@pytest.fixture(scope="module", params=["nccl", "ipc"])
-def pushed(
-    request: pytest.FixtureRequest,
-    other_engine: Callable[..., Engine],
-    checkpoints: dict[str, Path],
-) -> Iterator[Pushed]:
-    from vllm.config import WeightTransferConfig
-    from vllm.distributed import weight_transfer
-
+@pytest.fixture(scope="module")
+def pushed(request: pytest.FixtureRequest, engine_of: Callable[[str], Engine]) -> Iterator[Pushed]:
     if not hasattr(weight_transfer, "WeightTransferTrainerFactory"):
         pytest.skip("vLLM had no class for the trainer's side before 0.28")
     from support.weight_transfer import stand_in_for_gpus
 
-    config = WeightTransferConfig(backend=f"fp8rl_{request.param}")
-    engine = other_engine(checkpoints["a"], Recipe(), weight_transfer_config=config)
     with pytest.MonkeyPatch.context() as patch:
+        engine = engine_of(f"fp8rl_{request.param}")
         stand_in_for_gpus(patch)
         yield Pushed(engine, request.param)
 
 
 @pytest.fixture(scope="module")
-def fresh(other_engine, checkpoints) -> dict[str, dict[str, torch.Tensor]]:
-    """Parameters of engines that have loaded a checkpoint."""
-    return {name: other_engine(path, Recipe()).state() for name, path in checkpoints.items()}
+def fresh(engine, a, b) -> dict[str, dict[str, torch.Tensor]]:
+    """What the session's engine holds: as loaded, and after a refit."""
+    held = {"a": engine.state()}
+    refit(engine.llm, b.items(), expect_kv_scales=False)
+    held["b"] = engine.state()
+    refit(engine.llm, a.items(), expect_kv_scales=False)
+    return held
 
 
+@pytest.mark.parametrize("pushed", ["nccl", "ipc"], indirect=True)
 @pytest.mark.parametrize("form", [dict, in_fp8], ids=["bf16", "codes"])
 def test_vllms_trainers_leave_what_a_fresh_engine_loads(pushed, fresh, a, b, form):
     before = pushed.engine.pointers()
@@ -150,8 +159,50 @@ def test_vllms_trainers_leave_what_a_fresh_engine_loads(pushed, fresh, a, b, for
         trainer.send_weights()
         pushed.engine.llm.reset_prefix_cache()
         assert same_state(fresh[name], pushed.engine.state())
-        assert set(pushed.engine.kv_scales().values()) == {next(iter(SCALES.values())).item()}
+        assert {round(s, 6) for s in pushed.engine.kv_scales().values()} == {KV_SCALE}
     assert pushed.engine.pointers() == before
+
+
+def with_up(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Items], Items]:
+    return lambda items: [(n, change(t) if n == UP else t) for n, t in items]
+
+
+def with_a_hole(items: Items) -> Items:
+    return [*items[:-1], (items[-1][0], torch.full_like(items[-1][1], torch.nan))]
+
+
+OTHER = UP.replace("1", "9")
+K_SCALE = next(iter(SCALES.items()))
+REFUSED: dict[str, tuple[Callable[[Items], Items], str, set[str]]] = {
+    "missing": (
+        lambda items: [i for i in items if i[0] != UP],
+        f"lacks 1 .*'{UP}'",
+        {"nccl", "ipc"},
+    ),
+    "half of the scales": (lambda items: [*items, K_SCALE], "lacks 3 .*v_scale", {"nccl"}),
+    "unknown": (lambda items: [*items, (OTHER, items[0][1])], f"no tensor '{OTHER}'", set()),
+    "twice": (lambda items: [*items, *items[-1:]], "arrived twice", set()),
+    "shape": (with_up(lambda tensor: tensor[1:]), f"'{UP}' has shape", set()),
+    "dtype": (with_up(lambda tensor: tensor.int()), f"'{UP}' has dtype torch.int32", set()),
+    # Values are seen in each batch: what came over NCCL before has been written.
+    "NaN": (with_a_hole, "has NaN", {"nccl"}),
+}
+"""By what is wrong: a change of what is sent, the error, transports that leave it closed."""
+
+
+@pytest.mark.parametrize(
+    ("pushed", "wrong"),
+    [*(("nccl", wrong) for wrong in REFUSED), ("ipc", "missing"), ("ipc", "shape"), ("ipc", "NaN")],
+    indirect=["pushed"],
+)
+def test_trainers_are_told_what_is_wrong(pushed, a, b, tokens, wrong):
+    change, error, closed = REFUSED[wrong]
+    with pytest.raises(RefitError, match=error):
+        pushed.send(change(list(b.items())))
+    if pushed.transport in closed:
+        pushed.engine.refuses(RefitError, "half-updated")
+        pushed.send(list(a.items()))
+    assert pushed.engine.greedy(PROMPTS) == tokens["a"]
 
 
 @pytest.mark.parametrize("pushed", ["nccl"], indirect=True)
@@ -171,104 +222,9 @@ def test_the_guides_lines(pushed, fresh, a, b, monkeypatch):
     pushed.send(list(a.items()))
 
 
-def without_up(items: Items) -> Items:
-    return [item for item in items if item[0] != UP]
-
-
-def with_up(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Items], Items]:
-    return lambda items: [(n, change(t) if n == UP else t) for n, t in items]
-
-
-def with_a_hole(items: Items) -> Items:
-    name, tensor = items[-1]
-    return [*items[:-1], (name, torch.full_like(tensor, torch.nan))]
-
-
-OTHER = UP.replace("1", "9")
-CLOSED = {"nccl", "ipc"}
-REFUSED: dict[str, tuple[Callable[[Items], Items], str, set[str]]] = {
-    "missing": (without_up, f"lacks 1 .*'{UP}'", CLOSED),
-    "half of the scales": (
-        lambda items: [*items, next(iter(SCALES.items()))], "lacks 3 .*v_scale", CLOSED,
-    ),
-    "unknown": (lambda items: [*items, (OTHER, items[0][1])], f"no tensor '{OTHER}'", set()),
-    "twice": (lambda items: [*items, *items[-1:]], "arrived twice", set()),
-    "shape": (with_up(lambda tensor: tensor[1:]), f"'{UP}' has shape", set()),
-    "dtype": (with_up(lambda tensor: tensor.int()), f"'{UP}' has dtype torch.int32", set()),
-    # Values are seen in each batch: what came over NCCL before has been written.
-    "NaN": (with_a_hole, "has NaN", {"nccl"}),
-}  # fmt: skip
-"""By what is wrong: a change of what is sent, the error, transports that leave it closed."""
-
-
-@pytest.mark.parametrize("wrong", REFUSED)
-def test_trainers_are_told_what_is_wrong(pushed, checkpoints, a, b, tokens, wrong):
-    change, error, closed = REFUSED[wrong]
-    with pytest.raises(RefitError, match=error):
-        pushed.send(change(list(b.items())))
-    if pushed.transport in closed:
-        pushed.engine.refuses(RefitError, "half-updated")
-    else:
-        assert pushed.engine.greedy(PROMPTS) == tokens["a"]
-    pushed.send(list(a.items()))
-    assert pushed.engine.greedy(PROMPTS) == tokens["a"]
-
-
-def test_weight_version(pushed, a, b, tokens):
-    """vLLM's own, which an update that is refused leaves as it was."""
-    from vllm import SamplingParams
-
-    llm = pushed.engine.llm
-    if not hasattr(llm, "get_weight_version"):
-        pytest.skip("vLLM had no weight versions before 0.31")
-    pushed.send(list(b.items()))
-    llm.update_weight_version("step 1")
-    llm.start_weight_update()
-    with pytest.raises(RefitError, match="lacks"):
-        llm.finish_weight_update(weight_version="step 2")
-    assert llm.get_weight_version() == "step 1"
-    (output,) = llm.generate(
-        {"prompt_token_ids": PROMPTS[0]},
-        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False),
-        use_tqdm=False,
-    )
-    (span,) = output.outputs[0].weight_versions
-    assert (span.version, span.start, span.end) == ("step 1", 0, 12)
-    assert list(output.outputs[0].token_ids) == tokens["b"][0]
-    pushed.send(list(a.items()))
-
-
-def test_an_update_whose_sender_died(receiver):
-    receiver.llm.start_weight_update()
-    with pytest.raises(RefitError, match=r"under way; finish it, or end it by .*\{\"end\": true\}"):
-        receiver.llm.start_weight_update()
-    with pytest.raises(RefitError, match="'end'"):
-        update(receiver, end=True)
-    receiver.llm.start_weight_update()
-    with pytest.raises(RefitError, match="lacks"):
-        finish(receiver)
-
-
 @pytest.mark.parametrize(
-    ("backend", "remedy"),
-    [
-        ("nccl", "'fp8rl_nccl', and"),
-        ("ipc", "'fp8rl_ipc', and"),
-        ("sparse_nccl", "one of .'fp8rl'"),
-    ],
+    ("backend", "remedy"), [("nccl", "'fp8rl_nccl', and"), ("sparse_nccl", "one of .'fp8rl'")]
 )
-def test_engines_that_would_serve_a_mixture_are_refused_at_the_start(
-    other_engine, checkpoints, backend, remedy
-):
-    from vllm.config import WeightTransferConfig
-
+def test_engines_that_would_serve_a_mixture_are_refused_at_the_start(engine_of, backend, remedy):
     with pytest.raises(UnsupportedError, match=f"'{backend}' takes an incomplete.* it to {remedy}"):
-        other_engine(
-            checkpoints["a"], Recipe(), weight_transfer_config=WeightTransferConfig(backend=backend)
-        )
-
-
-def test_backends_are_registered_in_vllm():
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-
-    assert WEIGHT_TRANSFER_BACKENDS.keys() <= WeightTransferEngineFactory._registry.keys()
+        engine_of(backend)

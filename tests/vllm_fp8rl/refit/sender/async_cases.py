@@ -1,4 +1,8 @@
-"""Run by test_asynchronous.py with a folder of checkpoints: an AsyncLLM and its core."""
+"""Refits of an AsyncLLM with requests in flight, one case each; run by test_asynchronous.py.
+
+python async_cases.py FOLDER    # with checkpoints "a" and "b", and in "truth.json" what another
+                                # engine says to PROMPTS with each, and to LONG: "long_a", "long_b"
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,31 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 
 import httpx
+import pytest
 import torch
 from safetensors.torch import save_file
 
 import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.errors import RefitError
-from support.engine import KV_SCALE, PROMPTS, SCALES, load_tensors
+from support.cases import Cases
+from support.engine import KV_SCALE, LAYERS, PROMPTS, SCALES, SETTINGS, load_tensors
 from support.processes import fork_engines
 from vllm_fp8rl.refit.receiver.worker import RefitMixin
 from vllm_fp8rl.refit.sender.asynchronous import refit_async
 
-LONG = [7, 8, 9]
-LENGTH = 48
+LONG, LENGTH = [7, 8, 9], 48
 NORM = "model.norm.weight"
+GROWN = {name: scale * 4 for name, scale in SCALES.items()}
+HALF_UPDATED = "^The weights are half-updated"
+Tensors = dict[str, torch.Tensor]
 
 
 class OtherFramework:
@@ -41,14 +49,22 @@ class Extension(RefitMixin, OtherFramework):
     pass
 
 
-class Client:
-    """Greedy requests to one engine."""
+class Served:
+    """The engine, its checkpoints, and what is asked of it; every answer is greedy."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    def __init__(self, engine: Any, root: Path) -> None:
+        self.engine, self.root = engine, root
+        self.a, self.b = (load_tensors(root / name) for name in "ab")
+        self.truth = json.loads((root / "truth.json").read_text())
         self.requests = 0
         self.spans: list[list[Any]] = []
         """Weight versions of the last answer, where vLLM has them."""
+
+    async def give(self, tensors: Tensors, **options: Any) -> Any:
+        announced = bool(SCALES.keys() & tensors)
+        return await refit_async(
+            self.engine, tensors.items(), expect_kv_scales=announced, **options
+        )
 
     async def stream(self, prompt: list[int], tokens: int) -> AsyncIterator[tuple[list[int], str]]:
         from vllm import SamplingParams
@@ -70,176 +86,198 @@ class Client:
     async def greedy(self) -> list[list[int]]:
         return [(await self.one(prompt))[0] for prompt in PROMPTS]
 
-    async def started(self, prompt: list[int], tokens: int) -> tuple[asyncio.Task, asyncio.Event]:
+    async def serves(self, name: str) -> bool:
+        return await self.greedy() == self.truth[name]
+
+    async def refuses(self, match: str = HALF_UPDATED) -> None:
+        with pytest.raises(RefitError, match=match):
+            await self.one(PROMPTS[0])
+
+    async def started(self) -> asyncio.Task[tuple[list[int], str]]:
         """A long request that has given its first tokens."""
         event = asyncio.Event()
 
         async def run() -> tuple[list[int], str]:
             last: tuple[list[int], str] = ([], "")
-            async for last in self.stream(prompt, tokens):
+            async for last in self.stream(LONG, LENGTH):
                 if len(last[0]) >= 5:
                     event.set()
             return last
 
         task = asyncio.ensure_future(run())
         await event.wait()
-        return task, event
+        return task
+
+    async def while_paused(self, tensors: Tensors) -> asyncio.Task[Any]:
+        """A refit that has begun."""
+        task = asyncio.ensure_future(self.give(tensors, batch_bytes=1))
+        while not await self.engine.is_paused():
+            await asyncio.sleep(0.001)
+        return task
+
+    async def goes_on_with_the_new_weights(self, tokens: list[int]) -> bool:
+        """Whether the first tokens are those of ``a``, and the others of the engine as it is."""
+        old = self.truth["long_a"]
+        split = next(i for i, (x, y) in enumerate(zip(tokens, old, strict=True)) if x != y)
+        rest = (await self.one(LONG + tokens[:split], LENGTH - split))[0]
+        return 5 <= split < LENGTH and tokens[split:] == rest
 
 
-async def error_of(attempt: Awaitable[object]) -> str:
-    try:
-        await attempt
-    except (RefitError, asyncio.CancelledError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
+case = Cases()
+"""Each begins with ``a`` but the first, which has no KV scales yet."""
 
 
-async def until_paused(engine: Any) -> None:
-    while not await engine.is_paused():
-        await asyncio.sleep(0.001)
+@case
+async def a_request_without_kv_scales_is_refused_and_ends_no_engine(s: Served) -> None:
+    with pytest.raises(Exception) as error:  # vLLM's own, behind which the text is
+        await s.one(LONG)
+    said = str(error.value.__cause__ or error.value)
+    assert said.startswith("KV scale 'model.layers.0.self_attn.k_scale' was never loaded (")
 
 
-async def cases(engine: Any, root: Path) -> dict[str, object]:
-    a, b = (load_tensors(root / name) for name in "ab")
-    client = Client(engine)
-    found: dict[str, Any] = {}
+@case
+async def there_and_back(s: Served) -> None:
+    assert await s.engine.collective_rpc("rank_of_model") == [0]  # of the other extension
+    assert await s.serves("a")
+    report = await s.give(s.b | SCALES, batch_bytes=1 << 18)
+    assert (report.tensors, report.kv_scales) == (len(s.b) + 2 * LAYERS, 2 * LAYERS)
+    assert await s.serves("b")
+    await s.give(s.a)
+    assert await s.serves("a")
 
-    async def give(tensors: dict[str, torch.Tensor], **options: Any) -> Any:
-        return await refit_async(engine, tensors.items(), expect_kv_scales=False, **options)
 
-    found["extension"] = await engine.collective_rpc("rank_of_model")
-    try:
-        await client.one(LONG)
-    except Exception as error:  # vLLM's own, behind which the text is
-        found["without_scales"] = str(error.__cause__ or error)
-    await refit_async(engine, (a | SCALES).items(), expect_kv_scales=True)
-    found["a"] = await client.greedy()
-    report = await refit_async(
-        engine, (b | SCALES).items(), expect_kv_scales=True, batch_bytes=1 << 18
-    )
-    found["report"] = [report.tensors, report.kv_scales]
-    found["b"] = await client.greedy()
-    found["long_b"] = (await client.one(LONG, LENGTH))[0]
-    await refit_async(engine, a.items(), expect_kv_scales=False)
-    found["a_again"] = await client.greedy()
-    found["long_a"] = (await client.one(LONG, LENGTH))[0]
+@case
+async def drain_lets_requests_end_with_the_old_weights(s: Served) -> None:
+    task = await s.started()
+    await s.give(s.b)
+    assert await task == (s.truth["long_a"], "length")
+    assert await s.serves("b")
 
-    task, _ = await client.started(LONG, LENGTH)
-    await give(b)
-    found["drained"] = [*(await task), await client.greedy()]
-    await give(a)
-    task, _ = await client.started(LONG, LENGTH)
-    await give(b, in_flight="abort")
-    found["aborted"] = await task
-    await give(a)
-    task, _ = await client.started(LONG, LENGTH)
-    version = {"weight_version": "b"} if hasattr(engine, "update_weight_version") else {}
-    await give(b, in_flight="keep", **version)
-    kept = (await task)[0]
-    found["spans"] = client.spans
-    found["kept"] = await split_of(kept, client, found["long_a"])
 
-    await give(a)
-    task, _ = await client.started(LONG, LENGTH)
-    same = await refit_async(
-        engine, (a | SCALES).items(), expect_kv_scales=True, in_flight="continue"
-    )
-    found["continued"] = [*(await task), same.scale_epoch]
-    grown = {name: scale * 4 for name, scale in SCALES.items()}
-    task, _ = await client.started(LONG, LENGTH)
-    other = await refit_async(
-        engine, (b | grown).items(), expect_kv_scales=True, in_flight="continue"
-    )
-    found["grown"] = [other.scale_epoch, *await split_of((await task)[0], client, found["long_a"])]
-    await refit_async(engine, (b | SCALES).items(), expect_kv_scales=True)
+@case
+async def abort_ends_requests_at_once(s: Served) -> None:
+    task = await s.started()
+    await s.give(s.b, in_flight="abort")
+    tokens, reason = await task
+    assert reason == "abort"
+    assert len(tokens) < LENGTH and tokens == s.truth["long_a"][: len(tokens)]
 
-    # The cache is outdated before the refit, which brings the scales that are in service.
-    found["outdated"] = [await client.greedy()]
-    for step, scales, sent in (
-        ("fp8rl_observe_kv", {}, SCALES),  # a calibration that nobody ends
-        ("fp8rl_set_kv_scales", {name: float(scale) for name, scale in grown.items()}, grown),
-    ):
-        await engine.collective_rpc(step, args=(scales,))
-        await refit_async(engine, (b | sent).items(), expect_kv_scales=True, in_flight="continue")
-        found["outdated"].append(await client.greedy())
-    await refit_async(engine, (b | SCALES).items(), expect_kv_scales=True)
 
-    # b -> a, with a request and a second refit that come meanwhile.
-    first = asyncio.ensure_future(give(a, batch_bytes=1))
-    await until_paused(engine)
-    waiting = asyncio.ensure_future(client.one(PROMPTS[0]))
-    found["second"] = await error_of(give(b))
+@case
+async def keep_goes_on_with_the_new_weights(s: Served) -> None:
+    """Where vLLM has weight versions, the spans of an answer tell which made them."""
+    task = await s.started()
+    version = {"weight_version": "b"} if hasattr(s.engine, "update_weight_version") else {}
+    await s.give(s.b, in_flight="keep", **version)
+    tokens, _ = await task
+    if version:
+        before, after = s.spans
+        assert before[:2] == ["default", 0] and before[2] >= 5
+        assert after == ["b", before[2], LENGTH]
+    assert await s.goes_on_with_the_new_weights(tokens)
+
+
+@case
+async def continue_goes_on_with_the_codes_it_has(s: Served) -> None:
+    task = await s.started()
+    same = await s.give(s.a | SCALES, in_flight="continue")
+    assert await task == (s.truth["long_a"], "length")
+    task = await s.started()
+    grown = await s.give(s.b | GROWN, in_flight="continue")  # keys are computed again
+    assert grown.scale_epoch == same.scale_epoch + 1
+    assert await s.goes_on_with_the_new_weights((await task)[0])
+
+
+@case
+async def continue_empties_a_cache_that_was_outdated_before(s: Served) -> None:
+    """The refit brings the scales that are in service."""
+    grown = {name: float(scale) for name, scale in GROWN.items()}
+    await s.engine.collective_rpc("fp8rl_observe_kv", args=({},))  # a calibration nobody ends
+    await s.give(s.a | SCALES, in_flight="continue")
+    assert await s.serves("a")
+    await s.engine.collective_rpc("fp8rl_set_kv_scales", args=(grown,))
+    await s.give(s.a | GROWN, in_flight="continue")
+    assert await s.greedy()
+
+
+@case
+async def what_comes_meanwhile_waits_or_is_refused(s: Served) -> None:
+    first = await s.while_paused(s.b)
+    waiting = asyncio.ensure_future(s.one(PROMPTS[0]))
+    with pytest.raises(RefitError, match="A refit of this engine is already under way"):
+        await s.give(s.a)
     await first
-    found["waited"] = (await waiting)[0]
+    assert (await waiting)[0] == s.truth["b"][0]
 
-    found["refused"] = [await error_of(give({"model.unknown": a[NORM]})), await client.greedy()]
 
-    # Broken off after a write: closed to all, then a complete refit serves.
-    broken = dict(b)
-    broken[NORM] = torch.full_like(b[NORM], torch.nan)
-    first = asyncio.ensure_future(error_of(give(broken, batch_bytes=1)))
-    await until_paused(engine)
-    waiting = asyncio.ensure_future(client.one(PROMPTS[0]))
-    found["nan"] = [await first, await waiting, await error_of(client.greedy())]
-    await give(b)
-    found["after_nan"] = await client.greedy()
+@case
+async def refused_before_a_write_leaves_the_old_weights(s: Served) -> None:
+    with pytest.raises(RefitError, match=r"model has no tensor 'model\.unknown'"):
+        await s.give({"model.unknown": s.a[NORM]})
+    assert await s.serves("a")
 
+
+@case
+async def broken_off_after_a_write_closes_the_engine_until_a_complete_refit(s: Served) -> None:
+    first = await s.while_paused(s.b | {NORM: s.b[NORM] * torch.nan})
+    waiting = asyncio.ensure_future(s.one(PROMPTS[0]))
+    with pytest.raises(RefitError, match=f"'{NORM}' has NaN"):
+        await first
+    assert await waiting == ([], "abort")
+    await s.refuses()
+    await s.give(s.b)
+    assert await s.serves("b")
+
+
+@case
+async def cancelled_after_a_write(s: Served) -> None:
     def slow_stop() -> Any:
-        for number, item in enumerate(a.items()):
+        for number, item in enumerate(s.b.items()):
             if number == 9:
                 asyncio.get_running_loop().call_soon(first.cancel)
             yield item
 
     first = asyncio.ensure_future(
-        refit_async(engine, slow_stop(), expect_kv_scales=False, batch_bytes=1)
+        refit_async(s.engine, slow_stop(), expect_kv_scales=False, batch_bytes=1)
     )
-    found["cancelled"] = [await error_of(first), await error_of(client.greedy())]
-    await give(a)
-    task, _ = await client.started(LONG, LENGTH)
-    first = asyncio.ensure_future(give(b))
-    await until_paused(engine)
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await s.refuses()
+
+
+@case
+async def cancelled_before_a_write(s: Served) -> None:
+    task = await s.started()
+    first = await s.while_paused(s.b)
     first.cancel()
-    found["cancelled_early"] = [await error_of(first), *(await task), await client.greedy()]
-
-    await engine.pause_generation(mode="abort")
-    await give(b)
-    found["still_paused"] = await engine.is_paused()
-    await engine.resume_generation()
-    found["resumed"] = await client.greedy()
-
-    found["doc"] = await as_documented(engine, client, b)
-    found["http"] = await over_http(engine, client, str(root / "a"))
-    (place,) = await engine.collective_rpc("fp8rl_refit_place")
-
-    def killing() -> Any:
-        for number, item in enumerate(a.items()):
-            if number == 5:
-                os.kill(int(place["value"]["process"]), 9)
-            yield item
-
-    killed = refit_async(engine, killing(), expect_kv_scales=False, batch_bytes=1)
-    found["killed"] = [await error_of(killed), await error_of(client.greedy())]
-    return found
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert await task == (s.truth["long_a"], "length")
+    assert await s.serves("a")
 
 
-async def split_of(tokens: list[int], client: Client, old: Any) -> list[object]:
-    """How many tokens are those of ``old``, and whether the others are of the engine as it is."""
-    split = next(i for i, (x, y) in enumerate(zip(tokens, old, strict=True)) if x != y)
-    rest = (await client.one(LONG + tokens[:split], LENGTH - split))[0]
-    return [split, tokens[split:] == rest]
+@case
+async def a_paused_engine_stays_paused(s: Served) -> None:
+    await s.engine.pause_generation(mode="abort")
+    await s.give(s.b)
+    assert await s.engine.is_paused()
+    await s.engine.resume_generation()
+    assert await s.serves("b")
 
 
-async def as_documented(engine: Any, client: Client, weights: object) -> list[list[int]]:
+@case
+async def as_documented(s: Served) -> None:
     """The code block of docs/vllm.md."""
     text = Path(vllm_fp8rl.__file__).parents[1].joinpath("docs", "vllm.md").read_text("utf-8")
     code = text.split("\n## `AsyncLLM`\n")[1].split("```")[1].removeprefix("python\n")
     compiled = compile(code, "docs/vllm.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    await eval(compiled, {"engine": engine, "weights": weights})
-    return await client.greedy()
+    await eval(compiled, {"engine": s.engine, "weights": s.b})
+    assert await s.serves("b")
 
 
-async def over_http(engine: Any, client: Client, folder: str) -> list[object]:
-    """The routes of vLLM's development mode, on this engine, as examples/ calls them."""
+@case
+async def over_http(s: Served) -> None:
+    """The routes of vLLM's development mode, as examples/vllm_serve_refit.py calls them."""
     from fastapi import FastAPI
 
     try:
@@ -251,11 +289,11 @@ async def over_http(engine: Any, client: Client, folder: str) -> list[object]:
     from vllm_serve_refit import refit_over_http, set_kv_scales
 
     app = FastAPI()
-    app.state.engine_client = engine
+    app.state.engine_client = s.engine
     for module in (rl, cache, rpc):
         app.include_router(module.router)
-    transport = httpx.ASGITransport(app)
     loop = asyncio.get_running_loop()
+    transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
 
         def post(path: str, **arguments: Any) -> httpx.Response:
@@ -265,53 +303,60 @@ async def over_http(engine: Any, client: Client, folder: str) -> list[object]:
                 raise RuntimeError(answer.text)
             return answer
 
-        half = Path(folder).parent / "half"
+        async def call(function: Callable[..., Any], argument: Any) -> None:
+            await asyncio.to_thread(function, post, argument)
+
+        half = s.root / "half"
         half.mkdir()
-        tensors = load_tensors(Path(folder))
-        del tensors[NORM]
-        save_file(tensors, half / "model.safetensors")
-        lacking = await raised(asyncio.to_thread(refit_over_http, post, str(half)))
-        closed = [lacking, await engine.is_paused()]
-        await asyncio.to_thread(refit_over_http, post, folder)
-        tokens = await client.greedy()
-        one = dict.fromkeys(SCALES, 2 * KV_SCALE)
-        await asyncio.to_thread(set_kv_scales, post, one)
-        other = await client.greedy()
-        error = await raised(asyncio.to_thread(set_kv_scales, post, {next(iter(one)): -1.0}))
-        await asyncio.to_thread(set_kv_scales, post, dict.fromkeys(SCALES, KV_SCALE))
-        return [tokens, other, await client.greedy(), error, closed]
+        lacking = {name: tensor for name, tensor in s.b.items() if name != NORM}
+        save_file(lacking, half / "model.safetensors")
+        with pytest.raises(Exception, match=f"lacks 1 of the model's tensors: '{NORM}'"):
+            await call(refit_over_http, str(half))
+        assert await s.engine.is_paused()
+        await call(refit_over_http, str(s.root / "b"))
+        assert await s.serves("b")
+        await call(set_kv_scales, dict.fromkeys(SCALES, KV_SCALE / 100))  # values are cut off
+        assert not await s.serves("b")
+        with pytest.raises(Exception, match=r"ScaleError.*k_scale' is -1\.0"):
+            await call(set_kv_scales, {next(iter(SCALES)): -1.0})
+        await call(set_kv_scales, dict.fromkeys(SCALES, KV_SCALE))
+        assert await s.serves("b")
 
 
-async def raised(attempt: Awaitable[object]) -> str:
-    try:
-        await attempt
-    except Exception as error:
-        return str(error)
-    return "none"
+@case
+async def a_killed_engine_core_is_an_error_not_a_wait(s: Served) -> None:
+    (place,) = await s.engine.collective_rpc("fp8rl_refit_place")
+
+    def killing() -> Any:
+        for number, item in enumerate(s.b.items()):
+            if number == 5:
+                os.kill(int(place["value"]["process"]), 9)
+            yield item
+
+    with pytest.raises(RefitError, match=r"^Step 'fp8rl_refit_load_batch' .*restart the engine\.$"):
+        await refit_async(s.engine, killing(), expect_kv_scales=False, batch_bytes=1)
+    await s.refuses()
 
 
-def main(root: Path) -> dict[str, object]:
+async def run_all(engine: Any, root: Path) -> dict[str, str]:
+    served = Served(engine, root)
+    return await case.run_all(served, lambda: served.give(served.a | SCALES))
+
+
+def main(root: Path) -> dict[str, str]:
+    from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.async_llm import AsyncLLM
 
     fork_engines()
-    # As `vllm serve` reads them.
-    flags = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
-        [
-            *("--model", str(root / "a")),
-            *("--quantization", "fp8rl", "--kv-cache-dtype", "fp8_e4m3"),
-            *("--additional-config", json.dumps({"fp8rl": Recipe().to_dict()})),
-            *("--weight-transfer-config", json.dumps({"backend": "fp8rl"})),
-            *("--worker-extension-cls", f"{Extension.__module__}.{Extension.__qualname__}"),
-            *("--dtype", "float32", "--enforce-eager", "--max-model-len", "256"),
-            *("--max-num-seqs", "8", "--kv-cache-memory-bytes", str(32 << 20)),
-            *("--skip-tokenizer-init", "--seed", "0"),
-        ]
+    arguments: dict[str, Any] = vllm_fp8rl.engine_args(Recipe()) | SETTINGS
+    arguments["worker_extension_cls"] = f"{Extension.__module__}.{Extension.__qualname__}"
+    transfer = WeightTransferConfig(backend="fp8rl")
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(model=str(root / "a"), weight_transfer_config=transfer, **arguments)
     )
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(flags))
     try:
-        return asyncio.run(cases(engine, root))
+        return asyncio.run(run_all(engine, root))
     finally:
         engine.shutdown()
 
