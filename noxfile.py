@@ -43,7 +43,7 @@ RELOADS = tuple(
         "quantization/test_kv_cache",
         "quantization/test_moe",
         "refit/test_frameworks",
-        "patches/test_reload",
+        "patches/test_loads",
         "refit/receiver/test_session",
         "refit/receiver/test_weight_transfer",
     )
@@ -53,7 +53,7 @@ QUICK = {
         f"{VLLM}/{name}.py"
         for name in (
             "attention/test_cpu",
-            "patches/test_ledger",
+            "patches/test_probes",
             "quantization/test_loading",
             "engine/test_guard",
             "refit/receiver/test_inventory",
