@@ -42,12 +42,12 @@ SLOW = files(
 RELOADS = files(
     VLLM,
     "quantization/test_kv_cache quantization/test_moe refit/test_frameworks "
-    "patches/test_reload refit/receiver/test_session refit/receiver/test_weight_transfer",
+    "patches/test_loads refit/receiver/test_session refit/receiver/test_weight_transfer",
 )
 QUICK = {
     VLLM: files(
         VLLM,
-        "attention/test_cpu patches/test_ledger quantization/test_loading engine/test_guard "
+        "attention/test_cpu patches/test_probes quantization/test_loading engine/test_guard "
         "refit/receiver/test_inventory refit/receiver/test_session test_plugin",
     ),
     MEGATRON: files(MEGATRON, "layers/test_linear export/test_stream"),

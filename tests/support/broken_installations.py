@@ -29,20 +29,13 @@ from support import engine as live_engine  # sets what vLLM reads at import
 CASES: dict[str, dict[str, str]] = {
     "not installed": {"fp8rl-9.dist-info/entry_points.txt": ""},
     "excluded by VLLM_PLUGINS": {"VLLM_PLUGINS": "another"},
-    "an entry point to a module that is gone": {
-        "fp8rl-9.dist-info/entry_points.txt": "fp8rl = vllm_fp8rl_gone:register",
-    },
     "an entry point to a name that is gone": {
         "fp8rl-9.dist-info/entry_points.txt": "fp8rl = vllm_fp8rl:register_all",
     },
-    "a dependency that is missing": {"pluggy.py": "raise ImportError('No module named pluggy')"},
-    "a dependency that is too old": {"pluggy.py": "__version__ = '0.1'"},
-    "half an upgrade": {"fp8rl/__init__.py": "__version__ = '9'"},
     "a module that raises": {"vllm_fp8rl/__init__.py": "raise RuntimeError('broken')"},
     "register raises": {
         "vllm_fp8rl/__init__.py": "def register():\n    raise RuntimeError('broken')"
     },
-    "register does nothing": {"vllm_fp8rl/__init__.py": "def register():\n    pass"},
 }
 
 
@@ -106,10 +99,10 @@ def main(root: Path) -> None:
             found[case] = {
                 "by argument": asked(root / "a", quantization="fp8rl"),
                 # In the same process once more: vLLM does not load plugins again.
-                "once more": asked(root / "a", quantization="fp8rl"),
                 "by the model's config": asked(by_config),
-                "not asked for": asked(root / "a"),
             }
+            if case == list(CASES)[-1]:
+                found["not asked for"] = {case: asked(root / "a")}
     with installed({}):
         found["whole"] = {
             "by argument": asked(root / "a", quantization="fp8rl"),

@@ -57,19 +57,26 @@ def gap(a: torch.Tensor, b: torch.Tensor) -> Gap:
     )
 
 
-def noise_floor(
+def expected_and_floor(
     path: str | os.PathLike[str],
     recipe: Recipe,
     prompts: Sequence[Sequence[int]],
     *,
     kv_scales: Mapping[str, float] | None = None,
-) -> Gap:
-    """Return the gap between transformers' eager and SDPA attention, equally fake-quantized."""
+) -> tuple[torch.Tensor, Gap]:
+    """Return logprobs of transformers' eager attention, and their gap to those of its SDPA."""
     eager, sdpa = (
         load_reference(path, recipe, kv_scales=kv_scales, attention=name).many(prompts)
         for name in ("eager", "sdpa")
     )
-    return gap(eager, sdpa)
+    return eager, gap(eager, sdpa)
+
+
+def noise_floor(
+    path: str | os.PathLike[str], recipe: Recipe, prompts: Sequence[Sequence[int]]
+) -> Gap:
+    """Return the gap between transformers' eager and SDPA attention, equally fake-quantized."""
+    return expected_and_floor(path, recipe, prompts)[1]
 
 
 def observed_kv_scales(

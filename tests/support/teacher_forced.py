@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from support.engine import Engine
+from support.gaps import Gap, expected_and_floor, gap
 
 FACTOR = 8.0
 _random = random.Random(5)
@@ -30,3 +33,14 @@ def vllm_logprobs(engine: Engine, prompts: list[list[int]] = PROMPTS) -> torch.T
             for position in range(1, len(prompt))
         ]
     )
+
+
+def near_transformers(
+    engine: Engine, path: Path, kv_scales: Mapping[str, float] | None = None
+) -> tuple[torch.Tensor, Gap]:
+    """Require an engine's logprobs to be transformers' but for rounding; return them, and that."""
+    actual = vllm_logprobs(engine)
+    expected, floor = expected_and_floor(path, engine.recipe, PROMPTS, kv_scales=kv_scales)
+    found = gap(actual, expected)
+    assert found.within(floor, FACTOR), (path, found, floor)
+    return actual, floor

@@ -8,15 +8,13 @@ import torch
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import Pins
-from support.engine import KV_SCALE, LAYERS, PROMPTS, Engine, load_tensors, same_bits
-from support.hf_reference import Reference, load_reference
+from support.engine import KV_SCALE, PROMPTS, SCALES, Engine, load_tensors, same_bits
 from support.lora import LORA, adapter, with_adapter
-from support.tiny import make_moe_checkpoint
 from vllm_fp8rl.calibration import send_kv_scales
 from vllm_fp8rl.refit import refit
 
 RECIPE = Recipe(pins=Pins(last=1))
-KV = {f"model.layers.{n}.self_attn.{r}_scale": KV_SCALE for n in range(LAYERS) for r in "kv"}
+KV = dict.fromkeys(SCALES, KV_SCALE)
 
 
 def differences(engine: Engine, reference: Reference, request: object) -> torch.Tensor:
@@ -72,13 +70,6 @@ def test_adapters_over_an_fp8_base(engine, other_engine, checkpoints, tmp_path):
     assert agree(live, plain, None)
 
 
-def test_experts_with_adapters_are_refused(
-    engine, other_engine, tmp_path, experts_on_a_cpu, monkeypatch
-):
-    from vllm.distributed import parallel_state
-
-    # vLLM makes this group with the first engine of a process, and only for a model with experts.
-    monkeypatch.setattr(parallel_state, "_EP", parallel_state.get_tp_group())
-    folder = make_moe_checkpoint(tmp_path / "moe", 0)
+def test_experts_with_adapters_are_refused(moe_engine, expert_checkpoints, experts_on_a_cpu):
     with pytest.raises(UnsupportedError, match=r"mlp.experts' has LoRA, which vllm_fp8rl does not"):
-        other_engine(folder, Recipe(), **LORA)
+        moe_engine(expert_checkpoints["a"], Recipe(), **LORA)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 
 import pytest
@@ -16,21 +18,7 @@ from fp8rl.gemm import ReferenceBackend
 from fp8rl.numerics import quantize_block, quantize_group
 from vllm_fp8rl import compat
 from vllm_fp8rl.kernels.linear.choice import CpuKernel
-from vllm_fp8rl.quantization import config
 from vllm_fp8rl.quantization.config import Fp8RLConfig
-from vllm_fp8rl.refit.receiver.worker import has_refit_methods
-
-
-def test_register_any_number_of_times():
-    from vllm.model_executor.layers.quantization import (
-        QUANTIZATION_METHODS,
-        get_quantization_config,
-    )
-
-    for _ in range(3):
-        vllm_fp8rl.register()
-    assert QUANTIZATION_METHODS.count(vllm_fp8rl.NAME) == 1
-    assert get_quantization_config(vllm_fp8rl.NAME) is Fp8RLConfig
 
 
 @pytest.mark.parametrize(
@@ -47,13 +35,12 @@ def test_versions(monkeypatch, release, served):
         vllm_fp8rl.register()  # an engine that does not ask for fp8rl must still start
 
 
-def test_engine_args_carry_the_recipe():
-    recipe = Recipe.from_dict({"pins": {"last": 1}, "kv_cache": {"dtype": "auto"}})
-    arguments = vllm_fp8rl.engine_args(recipe)
-    assert arguments["quantization"] == "fp8rl"
-    assert arguments["kv_cache_dtype"] == "auto"
-    assert has_refit_methods(arguments["worker_extension_cls"])
-    assert config.read_recipe(arguments["additional_config"]) == recipe
+def test_a_copied_config_has_a_state_of_its_own():
+    config = Fp8RLConfig({"kv_cache": {"dtype": "auto"}})
+    config._state = object()
+    for other in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert other._recipe == config._recipe and other._state is None
+        assert other.changes is not config.changes
 
 
 def test_doctor_sees_vllm():
@@ -61,36 +48,27 @@ def test_doctor_sees_vllm():
     diagnosis = adapter.diagnose()
     assert diagnosis.installed == compat.installed_version()
     assert diagnosis.problems == ()
-
-    assert re.fullmatch(
-        r"(\d+) of \1 passed, in [\d.]+ ms", diagnosis.facts["probes of vLLM's internals"]
-    )
+    probes = diagnosis.facts["probes of vLLM's internals"]
+    assert re.fullmatch(r"(\d+) of \1 passed, in [\d.]+ ms", probes)
 
 
-def test_doctor_names_a_version_that_is_too_old_or_untested(monkeypatch):
+def test_doctor_names_a_version_that_is_too_old_or_lacks_something(monkeypatch):
     from vllm_fp8rl import hooks
 
-    monkeypatch.setattr(hooks, "installed_version", lambda: "0.24.0")
     (adapter,) = hooks.register_engine_adapters()
+    monkeypatch.setattr(hooks, "installed_version", lambda: "0.24.0")
     (problem,) = adapter.diagnose().problems
     assert "0.24.0 is too old" in problem
     for module in (hooks, compat):
         monkeypatch.setattr(module, "installed_version", lambda: "0.99.0")
-    diagnosis = adapter.diagnose()
-    assert diagnosis.problems == () and diagnosis.facts["tested"].startswith("no; 0.25.1, ")
+    assert adapter.diagnose().facts["tested"].startswith("no; 0.25.1, ")
     monkeypatch.delattr("vllm.v1.engine.output_processor.OutputProcessor")
     (problem,) = adapter.diagnose().problems
     assert "OutputProcessor', which is missing in vLLM 0.99.0" in problem
-    monkeypatch.setattr(hooks, "installed_version", lambda: None)
-    assert adapter.diagnose().installed is None
-
-
-def engine_config(engine):
-    return engine.llm.llm_engine.vllm_config
 
 
 def test_layers_and_models_that_are_not_served(engine):
-    vllm_config = engine_config(engine)
+    vllm_config = engine.llm.llm_engine.vllm_config
     quant_config = vllm_config.quant_config
     with set_current_vllm_config(vllm_config):
         with pytest.raises(UnsupportedError, match=r"'model.layers.0.mixer.in_proj' is no layer"):
@@ -106,9 +84,15 @@ def test_layers_and_models_that_are_not_served(engine):
             OddLinear(128, 128, quant_config=quant_config, prefix="model.layers.0.mlp.down_proj")
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("keep", "scale_format", "dtype"),
+    [
+        (False, "fp32", torch.bfloat16),
+        (True, "fp32", torch.float32),
+        (True, "pow2", torch.bfloat16),
+        (False, "pow2", torch.float32),
+    ],
+)
 def test_cpu_kernels_equal_the_reference_backend(keep, scale_format, dtype):
     recipe = Recipe.from_dict({"activations": {"scale_format": scale_format}})
     x = torch.randn(2, 5, 200).to(dtype)

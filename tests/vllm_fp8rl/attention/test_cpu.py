@@ -12,21 +12,15 @@ import torch
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import fake_quantize_kv
-from support.attention import fake_quantized
+from support.attention import causal_attention, fake_quantized
 from support.engine import Engine
 
 pytest.importorskip("vllm")
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
 from vllm_fp8rl.attention import cpu
-from vllm_fp8rl.attention.cpu import (
-    Fp8RLCpuImpl,
-    Fp8RLCpuMetadataBuilder,
-    Scratch,
-    _codes_to_float,
-)
+from vllm_fp8rl.attention.cpu import Fp8RLCpuImpl, Fp8RLCpuMetadataBuilder, Scratch, _codes_to_float
 from vllm_fp8rl.compat import attention_isa
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 128  # of the session's checkpoint
@@ -50,17 +44,13 @@ class Layer:
         config.cache_config.block_size = 2 * BLOCK  # the model's, beside gated delta nets
         with set_current_vllm_config(config):
             self.impl = make_impl(kv_cache_dtype)
-            self.stock = make_impl("auto", CPUAttentionBackendImpl)
             self.builder = Fp8RLCpuMetadataBuilder(spec, [name], config, torch.device("cpu"))
-        if not self.impl.stores_fp8:
-            self.builder._quantized = []  # the engine's own layer has an FP8 cache
         isa = attention_isa(self.attention, self.impl)
         self.scales = SimpleNamespace(_k_scale_float=K_SCALE, _v_scale_float=V_SCALE, isa=isa)
-        width = torch.uint8 if self.impl.stores_fp8 else dtype
-        self.cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_SIZE, dtype=width)
+        self.cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_SIZE, dtype=torch.uint8)
 
 
-def make_impl(kv_cache_dtype: str, kind: type = Fp8RLCpuImpl, **changes: Any) -> Any:
+def make_impl(kv_cache_dtype: str, **changes: Any) -> Any:
     arguments: dict[str, Any] = {
         "num_heads": HEADS,
         "head_size": HEAD_SIZE,
@@ -70,7 +60,7 @@ def make_impl(kv_cache_dtype: str, kind: type = Fp8RLCpuImpl, **changes: Any) ->
         "sliding_window": None,
         "kv_cache_dtype": kv_cache_dtype,
     }
-    return kind(**(arguments | changes))
+    return Fp8RLCpuImpl(**(arguments | changes))
 
 
 def config_of(engine: Engine) -> Any:
@@ -107,19 +97,6 @@ def common_metadata(lengths: list[int], new: list[int], table: torch.Tensor) -> 
     )
 
 
-def attention_float64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of the last ``len(q)`` positions, written out; ``[tokens, heads, size]``."""
-    out = torch.empty(q.shape, dtype=torch.float64)
-    for t in range(q.shape[0]):
-        visible = k.shape[0] - q.shape[0] + t + 1
-        for h in range(HEADS):
-            g = h // (HEADS // KV_HEADS)
-            logits = k[:visible, g] @ q[t, h].double() / HEAD_SIZE**0.5
-            weights = torch.exp(logits - logits.max())
-            out[t, h] = (weights / weights.sum()) @ v[:visible, g]
-    return out
-
-
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def layer(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Layer]:
     yield Layer(config_of(engine), request.param, "fp8")
@@ -154,22 +131,22 @@ def run_and_check(layer: Layer, lengths: list[int], new: list[int], seed: int) -
         layer.scales, query, query, query, layer.cache, metadata, output
     )  # key and value come from the cache
     for row, (q, actual) in enumerate(zip(query.split(new), output.split(new), strict=True)):
-        expected = attention_float64(
-            q, fake_quantized(keys[row], K_SCALE), fake_quantized(values[row], V_SCALE)
-        )
+        k, v = fake_quantized(keys[row], K_SCALE), fake_quantized(values[row], V_SCALE)
+        whole = torch.cat([q.new_zeros(len(k) - len(q), *q.shape[1:]), q])
+        expected = causal_attention(*(x[:, None] for x in (whole, k, v)))[-len(q) :].view(q.shape)
         # bfloat16: the softmax weights and the output are rounded to 8 bits.
         tolerance = 2e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_equals_the_float64_formula_across_block_boundaries(layer: Layer) -> None:
+def test_equals_the_float64_formula_across_block_boundaries(layer):
     lengths = [1, 31, 32, 33, 63, 127, 128, 129, 200, 256, 257, 3]
     run_and_check(layer, lengths, [1] * len(lengths), seed=0)  # decode
     run_and_check(layer, lengths, lengths, seed=1)  # prefill
     run_and_check(layer, lengths, [(n + 1) // 2 for n in lengths], seed=2)  # chunked, mixed
 
 
-def test_the_trainer_rounds_k_and_v_to_what_the_cache_holds(engine: Engine) -> None:
+def test_the_trainer_rounds_k_and_v_to_what_the_cache_holds(engine):
     """`kv_cache.in_training`: from equal K and V both attend over equal values, to the bit."""
     layer = Layer(config_of(engine), torch.bfloat16, "fp8_e4m3")
     generator = torch.Generator().manual_seed(0)
@@ -184,7 +161,7 @@ def test_the_trainer_rounds_k_and_v_to_what_the_cache_holds(engine: Engine) -> N
         assert clipped[half] == (pair[half].float().abs() > 448 * torch.tensor(scale)).sum() > 0
 
 
-def test_cache_holds_one_byte_a_value_and_the_codes_of_the_formula(engine: Engine) -> None:
+def test_cache_holds_one_byte_a_value_and_the_codes_of_the_formula(engine):
     layer = Layer(config_of(engine), torch.float32, "fp8_e4m3")
     key, value = torch.randn(2, 5, KV_HEADS, HEAD_SIZE).mul(4).unbind()  # some are clipped
     key[0, 0, :3] = torch.tensor([torch.inf, -torch.inf, 0.0])
@@ -204,17 +181,17 @@ def test_cache_holds_one_byte_a_value_and_the_codes_of_the_formula(engine: Engin
     assert attention.kv_cache.nbytes == blocks * BLOCK * KV_HEADS * HEAD_SIZE * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_decoding_is_exact_for_all_codes(dtype: torch.dtype) -> None:
+def test_decoding_is_exact_for_all_codes():
     codes = torch.arange(256, dtype=torch.uint8)
     expected = codes.view(E4M3).double() / 256
-    assert _codes_to_float(codes, dtype, Scratch()) is None  # two are NaN
     finite = ~expected.isnan()
-    actual = _codes_to_float(codes[finite], dtype, Scratch())
-    assert torch.equal(actual.double(), expected[finite])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert _codes_to_float(codes, dtype, Scratch()) is None  # two are NaN
+        actual = _codes_to_float(codes[finite], dtype, Scratch())
+        assert torch.equal(actual.double(), expected[finite])
 
 
-def test_nan_of_an_earlier_request_does_not_reach_a_later_one(layer: Layer) -> None:
+def test_nan_of_an_earlier_request_does_not_reach_a_later_one(layer):
     """Blocks are not cleared when they change hands, and 0 * NaN is NaN."""
     layer.cache.fill_(0x7F)
     lengths = [1, 31, 40, 128, 257, 3]
@@ -223,7 +200,7 @@ def test_nan_of_an_earlier_request_does_not_reach_a_later_one(layer: Layer) -> N
     layer.cache.zero_()
 
 
-def test_a_nan_stays_visible(engine: Engine) -> None:
+def test_a_nan_stays_visible(engine):
     layer = Layer(config_of(engine), torch.float32, "fp8")
     key, value = torch.randn(2, 4, KV_HEADS, HEAD_SIZE).unbind()
     value[1, 0, 0] = torch.nan
@@ -236,84 +213,29 @@ def test_a_nan_stays_visible(engine: Engine) -> None:
     assert not output[..., 1:].isnan().any()
 
 
-def test_a_cache_that_is_not_fp8_is_stock(engine: Engine) -> None:
-    layer = Layer(config_of(engine), torch.float32, "auto")
-    table = torch.tensor([[4, 1, 0, 0]], dtype=torch.int32)
-    metadata = layer.builder.build(0, common_metadata([150], [150], table))
-    assert type(metadata) is CPUAttentionMetadata
-    query = torch.randn(150, HEADS, HEAD_SIZE)
-    key, value = torch.randn(2, 150, KV_HEADS, HEAD_SIZE).unbind()
-    results = []
-    for impl in (layer.impl, layer.stock):
-        cache, output = torch.zeros_like(layer.cache), torch.empty_like(query)
-        impl.do_kv_cache_update(layer.scales, key, value, cache, metadata.slot_mapping)
-        impl.forward(layer.scales, query, key, value, cache, metadata, output)
-        results.append((cache, output))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-
-
-def test_an_engine_without_fp8rl_is_left_alone(engine: Engine) -> None:
-    config = copy.copy(config_of(engine))
-    config.quant_config = None
-    with set_current_vllm_config(config):
-        for dtype, size in (("auto", HEAD_SIZE), ("fp8", HEAD_SIZE), ("fp8_e5m2", 40)):
-            try:
-                stock = make_impl(dtype, CPUAttentionBackendImpl, head_size=size)
-            except NotImplementedError as error:  # some releases ask for AVX-512
-                with pytest.raises(NotImplementedError, match=str(error)):
-                    make_impl(dtype, head_size=size)
-                continue
-            impl = make_impl(dtype, head_size=size)
-            assert not impl.stores_fp8
-            assert impl.kv_cache_dtype == stock.kv_cache_dtype == dtype
-
-
-def test_an_fp8_cache_needs_no_avx_512(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own does; before 0.29 it asks for it where a layer is made."""
-    for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: False)
-    layer = Layer(config_of(engine), torch.float32, "fp8")
-    assert layer.impl.stores_fp8
-    assert layer.impl.kv_cache_dtype == "fp8"
-
-
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "changes", "message"),
+    ("kv_cache_dtype", "changes", "exact", "message"),
     [
-        ("fp8_e5m2", {}, "no KV cache of dtype 'fp8_e5m2'.*'fp8'"),
-        ("nvfp4", {}, "'nvfp4'"),
-        ("int8_per_token_head", {}, "'int8_per_token_head' on a CPU without exact"),
-        ("fp8", {"head_size": 40}, "Head size 40 has no attention kernel.*128"),
-        ("auto", {"head_size": 40}, "Head size 40"),
-        ("fp8", {"attn_type": "encoder_only"}, "'encoder_only'.*'auto'"),
+        ("fp8_e5m2", {}, False, "no KV cache of dtype 'fp8_e5m2'.*'fp8'"),
+        ("int8_per_token_head", {}, False, "'int8_per_token_head' on a CPU without exact"),
+        ("int8_per_token_head", {}, True, r"before 0\.28.*'int8_per_token_head'.*fp8_e4m3"),
+        ("fp8", {"head_size": 40}, False, "Head size 40 has no attention kernel.*128"),
+        ("auto", {"head_size": 40}, False, "Head size 40"),
+        ("fp8", {"attn_type": "encoder_only"}, False, "'encoder_only'.*'auto'"),
     ],
 )
-def test_refuses(engine: Engine, kv_cache_dtype: str, changes: dict, message: str) -> None:
-    with (
-        set_current_vllm_config(config_of(engine)),
-        pytest.raises(UnsupportedError, match=message),
-    ):
+def test_refuses(engine, monkeypatch, kv_cache_dtype, changes, exact, message):
+    if exact:
+        monkeypatch.setattr(cpu, "is_exact", lambda _: True)
+        monkeypatch.setattr(cpu, "int8_pages_have_scales", lambda: True)
+    with set_current_vllm_config(config_of(engine)), pytest.raises(UnsupportedError, match=message):
         make_impl(kv_cache_dtype, **changes)
 
 
-def test_an_int8_cache_with_exact_needs_pages_of_codes_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu, "is_exact", lambda _: True)
-    monkeypatch.setattr(cpu, "int8_pages_have_scales", lambda: True)
-    with (
-        set_current_vllm_config(config_of(engine)),
-        pytest.raises(UnsupportedError, match=r"before 0\.28.*'int8_per_token_head'.*fp8_e4m3"),
-    ):
-        make_impl("int8_per_token_head")
-
-
-def test_refuses_a_cache_with_gaps_between_blocks(engine: Engine) -> None:
+def test_refuses_a_cache_with_gaps_between_blocks(engine):
     layer = Layer(config_of(engine), torch.float32, "fp8")
     gaps = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 4 * HEAD_SIZE, dtype=torch.uint8)
     key = torch.randn(1, KV_HEADS, HEAD_SIZE)
+    cache = gaps[..., : 2 * HEAD_SIZE]
     with pytest.raises(UnsupportedError, match="kv_cache_dtype to 'auto'"):
-        layer.impl.do_kv_cache_update(
-            layer.scales, key, key, gaps[..., : 2 * HEAD_SIZE], torch.tensor([0])
-        )
+        layer.impl.do_kv_cache_update(layer.scales, key, key, cache, torch.tensor([0]))

@@ -1,8 +1,4 @@
-"""How a batch over an INT8 cache is split and written, and which engines and layers are served.
-
-On a GPU with the real kernels. On a CPU plain torch stands in for FlashAttention and the Triton
-kernels (``support.mixed_batch``), so nothing tells of their numerics there.
-"""
+"""Batches over an INT8 cache; torch stands in for a GPU's kernels (support.mixed_batch)."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from fp8rl.errors import UnsupportedError
 from support.mixed_batch import BATCHES, CLOSE, Int8Batch, load_int8
+from vllm_fp8rl.attention.pages.int8_layout import int8_pages
 
 
 @pytest.fixture(scope="module")
@@ -29,61 +26,55 @@ def int8() -> Iterator[Any]:
     ("layout", "page", "limit"),
     [("NHD", 16, 1), ("NHD", 16, 512), ("packed", 16, 512), ("NHD", 528, 512)],
 )
-def test_every_batch_has_the_attention_of_its_requests(
-    int8, requests, layout: str, page: int, limit: int
-) -> None:
+def test_every_batch_has_the_attention_of_its_requests(int8, requests, layout, page, limit):
     """A page of 528 tokens is one of a hybrid model, no multiple of the kernels' tiles."""
     batch = Int8Batch(requests, size=64, layout=layout, page=page, limit=limit)
     assert batch.errors(batch.attend(int8)).max() < CLOSE
 
 
-def test_lengths_that_only_the_gpu_knows(int8) -> None:
+def test_lengths_that_only_the_gpu_knows(int8):
     batch = Int8Batch(BATCHES["decodes and prompts"], size=64)
     batch.common.seq_lens_cpu_upper_bound = None
     assert batch.errors(batch.attend(int8)).max() < CLOSE
 
 
-def test_a_batch_that_is_not_causal_is_refused(int8) -> None:
+def test_a_batch_that_is_not_causal_is_refused(int8):
     batch = Int8Batch(BATCHES["prompts"], size=64)
     batch.common.causal = False
     with pytest.raises(UnsupportedError, match=r"not causal.*kv_cache\.dtype to auto"):
         batch.attend(int8)
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, True),
-        ({"name": "fp8"}, False),
-        ({"cache_dtype": "fp8_e4m3"}, False),
-        ({"cache_dtype": "auto"}, False),
-        ({"speculative_config": object()}, False),
-        ({"kv_sharing_fast_prefill": True}, False),
-        ({"is_mm_prefix_lm": True}, False),
-        ({"rswa_window": 128}, False),
-        ({"dtype": torch.float32}, False),
-        ({"window": 4096}, False),
-        ({"head_size": 80}, False),
-        ({"version": 2}, False),
-        ({"invariant": True}, False),
-    ],
-)
-def test_engines_that_are_served(
-    int8, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: bool
-) -> None:
-    values = {
-        "name": "fp8rl",
-        "cache_dtype": "int8_per_token_head",
-        "speculative_config": None,
-        "kv_sharing_fast_prefill": False,
-        "is_mm_prefix_lm": False,
-        "rswa_window": None,
-        "dtype": torch.bfloat16,
-        "window": None,
-        "head_size": 128,
-        "version": 3,
-        "invariant": False,
-    } | changes
+ENGINES: dict[str, tuple[Any, Any]] = {
+    "name": ("fp8rl", "fp8"),
+    "cache_dtype": ("int8_per_token_head", "fp8_e4m3"),
+    "speculative_config": (None, object()),
+    "kv_sharing_fast_prefill": (False, True),
+    "is_mm_prefix_lm": (False, True),
+    "rswa_window": (None, 128),
+    "dtype": (torch.bfloat16, torch.float32),
+    "window": (None, 4096),
+    "head_size": (128, 80),
+    "version": (3, 2),
+    "invariant": (False, True),
+}
+LAYERS: dict[str, tuple[Any, Any]] = {
+    "kv_cache_dtype": ("int8_per_token_head", "auto"),
+    "attn_type": (AttentionType.DECODER, "encoder_only"),
+    "head_size": (128, 80),
+    "sliding_window": ((-1, -1), (127, 0)),
+    "logits_soft_cap": (0, 30.0),
+    "alibi_slopes": (None, [0.5]),
+    "sinks": (None, object()),
+    "chunk_lookback": (-1, 1),
+    "dcp_world_size": (1, 2),
+}
+"""What a layer served has, and what another one has, which goes to vLLM's own kernel."""
+
+
+@pytest.mark.parametrize("key", [None, *ENGINES])
+def test_engines_that_are_served(int8, monkeypatch, key):
+    values = {each: pair[each == key] for each, pair in ENGINES.items()}
     monkeypatch.setattr(int8.envs, "VLLM_BATCH_INVARIANT", values["invariant"], raising=False)
     monkeypatch.setattr(int8, "get_flash_attn_version", lambda head_size: values["version"])
     every = SimpleNamespace(
@@ -97,59 +88,33 @@ def test_engines_that_are_served(
         model_config=every,
         speculative_config=values["speculative_config"],
     )
-    assert int8._serves(engine) is expected
-    support = int8.Fp8RLTritonMetadataBuilder.get_cudagraph_support(engine, None)
     kinds = AttentionCGSupport
-    assert support == (kinds.UNIFORM_SINGLE_TOKEN_DECODE if expected else kinds.ALWAYS)
+    expected = kinds.ALWAYS if key else kinds.UNIFORM_SINGLE_TOKEN_DECODE
+    assert int8.Fp8RLTritonMetadataBuilder.get_cudagraph_support(engine, None) == expected
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, True),
-        ({"kv_cache_dtype": "auto"}, False),
-        ({"attn_type": "encoder_only"}, False),
-        ({"alibi_slopes": [0.5]}, False),
-        ({"head_size": 80}, False),
-        ({"sliding_window": (127, 0)}, False),
-        ({"logits_soft_cap": 30.0}, False),
-        ({"sinks": object()}, False),
-        ({"chunk_lookback": 1}, False),
-        ({"dcp_world_size": 2}, False),
-    ],
-)
-def test_layers_that_are_served(int8, changes: dict[str, Any], expected: bool) -> None:
+@pytest.mark.parametrize("key", [None, *LAYERS])
+def test_layers_that_are_served(int8, key):
     impl = object.__new__(int8.Fp8RLTritonImpl)
-    values = {
-        "kv_cache_dtype": "int8_per_token_head",
-        "attn_type": AttentionType.DECODER,
-        "head_size": 128,
-        "sliding_window": (-1, -1),
-        "logits_soft_cap": 0,
-        "alibi_slopes": None,
-        "sinks": None,
-        "chunk_lookback": -1,
-        "dcp_world_size": 1,
-    }
-    for name, value in (values | changes).items():
-        setattr(impl, name, value)
-    assert impl._served() is expected
+    for name, pair in LAYERS.items():
+        setattr(impl, name, pair[name == key])
+    assert impl._served() is (key is None)
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_batches_are_split_where_a_layer_is_served(
-    int8, monkeypatch: pytest.MonkeyPatch, ours: bool
-) -> None:
-    """``Builder.__init__`` of vLLM is replaced by what it sets."""
+def empty() -> torch.Tensor:
+    """Return a cache of vLLM 0.25.1, 5 pages of 16 tokens, each byte -1."""
+    return torch.full((5, 2, 16, 2, 64 + 4), -1, dtype=torch.int8)
 
-    def init(builder: Any) -> None:
-        layer = SimpleNamespace(impl=SimpleNamespace(ours=ours))
-        forward = SimpleNamespace(static_forward_context={"a": layer})
-        builder.vllm_config = SimpleNamespace(compilation_config=forward)
-        builder.layer_names, builder.reorder_batch_threshold = ["a"], None
 
-    monkeypatch.setattr(int8.TritonAttentionMetadataBuilder, "__init__", init)
-    monkeypatch.setattr(int8, "_serves", lambda engine: True)
-    builder = int8.Fp8RLTritonMetadataBuilder()
-    assert builder._splits_batches is ours
-    assert builder.reorder_batch_threshold == (1 if ours else None)
+def test_views_cover_each_byte_of_a_page_once():
+    cache = empty()
+    for view in int8_pages(cache, 2, 64):
+        view.view(torch.uint8).add_(1)
+    assert (cache == 0).all()
+
+
+def test_pages_in_another_order_of_bytes_are_refused():
+    apart = torch.zeros(5, 2, 16, 2, 64 + 8, dtype=torch.int8)[..., : 64 + 4]
+    for cache in (empty()[..., :64], apart):
+        with pytest.raises(UnsupportedError, match=r"in one piece.*kv_cache\.dtype to auto"):
+            int8_pages(cache, 2, 64)

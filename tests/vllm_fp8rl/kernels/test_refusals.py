@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,11 @@ from vllm.platforms import current_platform
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.gemm import GemmShape
+from fp8rl.kernels import require_served_ranks
 from support.engine import Engine
+from vllm_fp8rl.kernels import exact
 from vllm_fp8rl.kernels.linear import block_gemm as delegated
+from vllm_fp8rl.kernels.linear.choice import select_kernel
 
 SHAPE = GemmShape(0, 512, 256)
 
@@ -33,17 +38,7 @@ def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> N
     )
 
 
-def refusal() -> str:
-    with pytest.raises(UnsupportedError) as caught:
-        delegated.delegate(SHAPE, Recipe(), torch.bfloat16)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("backend", ["marlin", "aiter", "humming", "flashinfer_trtllm"])
-def test_kernels_that_repack_weights(config: VllmConfig, backend: str) -> None:
-    config.kernel_config.linear_backend = backend
-    message = f"linear_backend='{backend}' cannot run layers that are refitted in place; set it to "
-    assert refusal() == message + "deep_gemm, cutlass, triton or auto."
+SERVED = "FP8 layers are served on compute capability 8.9 and 9.0, "
 
 
 @pytest.mark.parametrize(
@@ -56,43 +51,100 @@ def test_kernels_that_repack_weights(config: VllmConfig, backend: str) -> None:
         ),
         ((12, 0), "not on 12.0: its kernels were not looked at"),
         (None, "not on an unknown one"),
+        ("ROCm", "not by ROCm"),  # whose capabilities are other numbers
     ],
 )
-def test_other_gpus(
-    config: VllmConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int] | None,
-    why: str,
-) -> None:
-    on(monkeypatch, capability)
-    served = "FP8 layers are served on compute capability 8.9 and 9.0, "
-    assert refusal().startswith(f"{served}{why}")
-    assert refusal().endswith("; use recipe.rollout=false here.")
+def test_other_gpus(config, monkeypatch, capability, why):
+    if capability == "ROCm":
+        monkeypatch.setattr(type(current_platform), "is_rocm", lambda platform: True)
+    else:
+        on(monkeypatch, capability)
+    with pytest.raises(UnsupportedError) as caught:
+        delegated.delegate(SHAPE, Recipe(), torch.bfloat16)
+    assert why in str(caught.value)
+    if capability != "ROCm":
+        assert str(caught.value).startswith(SERVED + why)
+        assert str(caught.value).endswith("; use recipe.rollout=false here.")
 
 
-def test_rocm_whose_capabilities_are_other_numbers(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(type(current_platform), "is_rocm", lambda platform: True)
-    assert "not by ROCm" in refusal()
+def test_kernels_that_repack_weights(config):
+    config.kernel_config.linear_backend = "marlin"
+    with pytest.raises(UnsupportedError) as caught:
+        delegated.delegate(SHAPE, Recipe(), torch.bfloat16)
+    message = "linear_backend='marlin' cannot run layers that are refitted in place; set it to "
+    assert str(caught.value) == message + "deep_gemm, cutlass, triton or auto."
+
+
+def test_other_devices():
+    with pytest.raises(UnsupportedError, match="no FP8 kernel for device 'xpu'"):
+        select_kernel(torch.device("xpu"), SHAPE, Recipe(), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "value"),
+    ("key", "recipe"),
     [
-        ("weights", "block", [1, 32]),
-        ("weights", "scale_format", "ue8m0"),
-        ("activations", "group", 32),
-        ("kv_cache", "dtype", "mxfp8"),
+        ("block", {"weights": {"block": [1, 32]}}),
+        ("group", {"activations": {"group": 32}}),
+        ("dtype", {"kv_cache": {"dtype": "mxfp8"}}),
     ],
 )
-def test_a_recipe_for_mxfp8(section: str, key: str, value: object) -> None:
-    with pytest.raises(RecipeError, match=rf"{section}\.{key}"):
-        Recipe.from_dict({section: {key: value}})
+def test_a_recipe_for_mxfp8(key, recipe):
+    with pytest.raises(RecipeError, match=rf"{next(iter(recipe))}\.{key}"):
+        Recipe.from_dict(recipe)
 
 
-def test_other_devices() -> None:
-    from vllm_fp8rl.kernels.linear.choice import select_kernel
+# What ``exact`` refuses of an engine over several tensor-parallel ranks.
 
-    with pytest.raises(UnsupportedError, match="no FP8 kernel for device 'xpu'"):
-        select_kernel(torch.device("xpu"), SHAPE, Recipe(), torch.bfloat16)
+
+def ranked(kv_heads: int = 2, words: int = 128) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            get_total_num_kv_heads=lambda: kv_heads,
+            get_vocab_size=lambda: words,
+            get_hidden_size=lambda: 256,
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=1000),
+    )
+
+
+def test_parts_that_the_trainer_does_not_have():
+    exact._check_ranks(ranked())
+    for given, message in (
+        (ranked(kv_heads=3), "multiple of 2 as num_key_value_heads, not 3"),
+        (ranked(words=100), "multiple of 64 as vocab_size, not 100"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"{message}.* set tensor_parallel_size to 1"):
+            exact._check_ranks(given)
+    with pytest.raises(UnsupportedError, match="serves tensor_parallel_size 1 or 2, not 4"):
+        require_served_ranks("tensor_parallel_size", 4)
+
+
+def cut(x: torch.Tensor) -> torch.Tensor:
+    """Float32 to bfloat16 without rounding to the nearest."""
+    return (x.view(torch.int32) >> 16 << 16).view(torch.float32).bfloat16()
+
+
+def test_sums_that_are_not_rounded_as_the_trainers(monkeypatch):
+    other = torch.randn(1000, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def gather(own: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat((own, other[None, : own.shape[1]]), dim)
+
+    def rounded_by(rounding: Any, rows: int) -> Any:
+        def reduce(own: torch.Tensor) -> torch.Tensor:
+            total = own.float() + other[: len(own)].float()
+            return (rounding if len(own) >= rows else torch.Tensor.bfloat16)(total)
+
+        return reduce
+
+    monkeypatch.setattr(exact, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(exact, "tensor_model_parallel_all_gather", gather)
+    monkeypatch.setattr(
+        exact, "tensor_model_parallel_all_reduce", rounded_by(torch.Tensor.bfloat16, 1)
+    )
+    exact.check_sums(ranked())
+    for rows, named in ((1, 1), (100, 256), (1000, 1000)):
+        monkeypatch.setattr(exact, "tensor_model_parallel_all_reduce", rounded_by(cut, rows))
+        with pytest.raises(UnsupportedError, match=rf"bfloat16 \[{named}, 256\]; set disable_cust"):
+            exact.check_sums(ranked())

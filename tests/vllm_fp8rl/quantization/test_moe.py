@@ -1,4 +1,4 @@
-"""Qwen3-MoE in live CPU engines: against transformers, through refits, and what is refused."""
+"""Qwen3-MoE in live CPU engines: numerics, refits, routes that vLLM sees, and refusals."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError, RefitError
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block
-from fp8rl.recipe import KVCache, Pins
+from fp8rl.recipe import Pins
 from support.engine import PROMPTS as SHORT
-from support.engine import Engine, in_fp8, load_tensors
-from support.gaps import gap, noise_floor
-from support.hf_reference import load_reference
-from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
-from vllm_fp8rl.engine.rank_state import RankState, state_of
+from support.engine import Engine, in_fp8, load_tensors, same_state
+from support.gaps import expected_and_floor, gap
+from support.routes import RouteRecorder
+from support.teacher_forced import FACTOR, PROMPTS, near_transformers, vllm_logprobs
+from vllm_fp8rl.engine.rank_state import RankState
+from vllm_fp8rl.kernels.moe import fused_moe
 from vllm_fp8rl.refit import drop_requests, refit
 
-RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
-PINNED = Recipe(kv_cache=KVCache(dtype="auto"), pins=Pins(kinds=("experts",)))
 EXPERTS, WIDTH = 6, 192
 """Experts of 192 columns: gate and up lie in stacks of 256, and 64 of them are padding."""
-LAYER = "model.layers.1.mlp.experts"
-DOWN = f"{LAYER}.3.down_proj.weight"
+pytestmark = pytest.mark.usefixtures("experts_on_a_cpu")
+STACK = "model.layers.1.mlp.experts"
+DOWN = f"{STACK}.3.down_proj.weight"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -46,40 +46,19 @@ def b(paths: dict[str, Path]) -> Tensors:
     return load_tensors(paths["b"])
 
 
-@pytest.fixture(scope="module")
-def started(moe_engine, shared_engine) -> Engine:
-    return shared_engine("experts")
-
-
 @pytest.fixture
-def moe(started: Engine, a: Tensors) -> Iterator[Engine]:
-    yield started
-    drop_requests(started.llm)
-    give(started, a)
-
-
-@pytest.fixture(scope="module")
-def tokens(started: Engine, a: Tensors, b: Tensors) -> dict[str, list[list[int]]]:
-    """What the engine says after it was started from ``a``, and refitted with ``b`` and ``a``."""
-    said = {"a": started.greedy(SHORT)}
-    give(started, b)
-    said["b"] = started.greedy(SHORT)
-    give(started, a)
-    assert started.greedy(SHORT) == said["a"] != said["b"]
-    return said
+def moe(moe_engine, shared_engine) -> Iterator[Engine]:
+    engine = shared_engine("experts")
+    yield engine
+    drop_requests(engine.llm)
 
 
 def give(engine: Engine, tensors: Tensors) -> None:
     refit(engine.llm, tensors.items(), expect_kv_scales=False)
 
 
-def experts_of(engine: Engine, layer: int = 1):
-    return engine.model.get_submodule(f"model.layers.{layer}.mlp.experts.routed_experts")
-
-
-def bytes_of(engine: Engine) -> dict[str, torch.Tensor]:
-    layer = experts_of(engine)
-    return {name: p.data.view(torch.uint8).clone() for name, p in layer.named_parameters()}
+def experts_of(engine: Engine):
+    return engine.model.get_submodule(f"{STACK}.routed_experts")
 
 
 def fused(tensors: Tensors) -> Tensors:
@@ -96,33 +75,24 @@ def fused(tensors: Tensors) -> Tensors:
     return wire
 
 
-def test_equals_transformers_before_and_after_a_refit(
-    moe: Engine, paths: dict[str, Path], a: Tensors, b: Tensors
-) -> None:
-    for name, tensors in (("a", a), ("b", b)):
-        give(moe, tensors)
-        actual, floor = vllm_logprobs(moe), noise_floor(paths[name], RECIPE, PROMPTS)
-        found = gap(actual, load_reference(paths[name], RECIPE).many(PROMPTS))
-        assert found.within(floor, FACTOR), (name, found, floor)
-    for what, wrong in {
-        "experts of one layer not quantized": ["model.layers.1.mlp.experts"],
-        "one linear not quantized": ["model.layers.1.self_attn.o_proj"],
-    }.items():
-        reference = load_reference(paths["b"], RECIPE, unquantized=wrong)
+def test_equals_transformers_after_a_refit(moe, paths, b):
+    give(moe, b)
+    actual, floor = near_transformers(moe, paths["b"])
+    for wrong in (STACK, "model.layers.1.self_attn.o_proj"):
+        reference = load_reference(paths["b"], moe.recipe, unquantized=[wrong])
         found = gap(actual, reference.many(PROMPTS))
-        assert found.mean > FACTOR * floor.mean, (what, found, floor)
-        assert found.flipped > FACTOR * floor.flipped, (what, found, floor)
+        assert found.mean > FACTOR * floor.mean, (wrong, found, floor)
+        assert found.flipped > FACTOR * floor.flipped, (wrong, found, floor)
 
 
-def test_live_codes_are_those_of_the_contract(moe: Engine, a: Tensors) -> None:
+def test_live_codes_are_those_of_the_contract(moe, a):
     layer = experts_of(moe)
     assert layer.w13_weight.shape == (EXPERTS, 512, 256)
     for expert in range(EXPERTS):
-        parts = {
-            leaf: a[f"model.layers.1.mlp.experts.{expert}.{leaf}.weight"]
-            for leaf in ("gate_proj", "up_proj", "down_proj")
-        }
-        gate, up, down = (quantize_block(part) for part in parts.values())
+        gate, up, down = (
+            quantize_block(a[f"{STACK}.{expert}.{leaf}_proj.weight"])
+            for leaf in ("gate", "up", "down")
+        )
         live = layer.w13_weight[expert].view(torch.uint8)
         for first, wanted in ((0, gate), (256, up)):
             assert torch.equal(live[first : first + WIDTH], wanted.codes.view(torch.uint8))
@@ -135,109 +105,132 @@ def test_live_codes_are_those_of_the_contract(moe: Engine, a: Tensors) -> None:
         assert torch.equal(layer.w2_weight_scale_inv[expert], down.scale_inv)
 
 
-def test_scales_of_codes_and_routers_are_missed(moe: Engine, b: Tensors) -> None:
+def test_scales_of_codes_and_routers_are_missed(moe, b):
     wire = in_fp8(b)
     for missing in (f"{DOWN}_scale_inv", "model.layers.0.mlp.gate.weight"):
         with pytest.raises(RefitError, match=f"lacks 1 .*'{missing}'"):
             give(moe, {n: t for n, t in wire.items() if n != missing})
-        with pytest.raises(RefitError, match="half-updated"):
-            moe.greedy(SHORT)
-        drop_requests(moe.llm)
+        moe.refuses(RefitError, "half-updated")
 
 
-def test_refused_before_anything_is_written(moe: Engine, tokens, b: Tensors) -> None:
-    stacks = fused(b)
-    down = "model.layers.1.mlp.experts.down_proj"
+def test_refused_before_anything_is_written(moe, b):
+    """Too few fused experts would write some of them; the first of too many would be taken."""
+    before, down = moe.state(), f"{STACK}.down_proj"
+    whole = fused(b)[down]
     for stream, message in (
-        ({DOWN.replace("3", "9"): b[DOWN]}, "no tensor 'model.layers.1.mlp.experts.9"),
+        ({DOWN.replace("3", "9"): b[DOWN]}, f"no tensor '{STACK}.9"),
         ({DOWN: b[DOWN].t()}, r"shape \(192, 256\).*\(256, 192\)"),
-        ({DOWN: b[DOWN], down: stacks[down]}, f"'{down}' arrived twice"),
-        ({down: stacks[down], DOWN: b[DOWN]}, f"'{DOWN}' arrived twice"),
+        ({DOWN: b[DOWN], down: whole}, f"'{down}' arrived twice"),
+        ({down: whole, DOWN: b[DOWN]}, f"'{DOWN}' arrived twice"),
         ({down: quantize_block(b[DOWN]).codes.expand(EXPERTS, -1, -1)}, "dtype torch.float8"),
     ):
         with pytest.raises(RefitError, match=message):
             give(moe, stream)
-    assert moe.greedy(SHORT) == tokens["a"]
+    for wrong in (whole[:-1], torch.cat([whole, whole])):
+        with pytest.raises(RefitError, match="down_proj' takes a tensor of shape"):
+            moe.model.load_weights([(down, wrong)])
+    assert same_state(moe.state(), before)
 
 
-def test_dummy_weights_then_a_refit(moe_engine, paths, tokens, b: Tensors) -> None:
-    engine = moe_engine(paths["a"], RECIPE, load_format="dummy")
+def test_dummy_weights_then_a_refit(moe, moe_engine, paths, b):
+    engine = moe_engine(paths["a"], moe.recipe, load_format="dummy")
     layer = experts_of(engine)
     assert (layer.w2_weight_scale_inv > 0).all() and (layer.w13_weight_scale_inv > 0).all()
-    assert layer.w2_weight.float().abs().sum() > 0
     assert not layer.w2_weight[:, :, WIDTH:].view(torch.uint8).any()
-    assert not layer.w13_weight[:, WIDTH:256].view(torch.uint8).any()
-    give(engine, b)
-    assert engine.greedy(SHORT) == tokens["b"]
+    for each in (engine, moe):
+        give(each, b)
+    assert engine.greedy(SHORT) == moe.greedy(SHORT)
 
 
-def test_pinned_experts_are_refitted_too(
-    moe_engine, shared_engine, paths, a: Tensors, b: Tensors
-) -> None:
+def test_pinned_experts_are_refitted_too(moe_engine, shared_engine, paths, a, b):
     engine = shared_engine("experts in BF16")
-    give(engine, b)
     assert experts_of(engine).w13_weight.dtype == torch.float32
-    before = engine.pointers()
-    said = [engine.greedy(SHORT)]
-    for name, tensors in (("a", a), ("b", fused(b))):
-        give(engine, tensors)
-        said.append(engine.greedy(SHORT))
-        if name == "b":
-            continue
-        # Of the recipe with more codes to flip: with fewer, a flip or two make the whole floor.
-        actual, floor = vllm_logprobs(engine), noise_floor(paths[name], RECIPE, PROMPTS)
-        found = gap(actual, load_reference(paths[name], PINNED).many(PROMPTS))
-        assert found.within(floor, FACTOR), (name, found, floor)
-        quantized = gap(actual, load_reference(paths[name], RECIPE).many(PROMPTS))
-        assert not quantized.within(floor, FACTOR), (name, quantized, floor)
-    assert said[0] == said[2] != said[1]
-    assert engine.pointers() == before
+    before, said = engine.pointers(), engine.greedy(SHORT)
+    give(engine, fused(b))
+    # The floor of a recipe with more codes to flip: with fewer, a flip or two are all of it.
+    quantized, floor = expected_and_floor(paths["b"], Recipe(), PROMPTS)
+    actual = vllm_logprobs(engine)
+    found = gap(actual, load_reference(paths["b"], engine.recipe).many(PROMPTS))
+    assert found.within(floor, FACTOR), (found, floor)
+    assert not gap(actual, quantized).within(floor, FACTOR)
+    give(engine, a)
+    assert engine.greedy(SHORT) == said and engine.pointers() == before
     with pytest.raises(RefitError, match=f"'{DOWN}' has dtype torch.float8"):
         give(engine, {DOWN: quantize_block(a[DOWN]).codes})
 
 
-def config(**changes) -> SimpleNamespace:
-    shape = {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 4,
-        "num_experts": 3,
-        "moe_intermediate_size": 96,
-        "intermediate_size": 100,
-        "hidden_size": 256,
-        "vocab_size": 512,
-        "num_attention_heads": 4,
-        "decoder_sparse_step": 2,
-        "mlp_only_layers": [3],
-    }
-    return SimpleNamespace(**(shape | changes))
+# Router replay: vLLM sees the routes of our experts and returns them.
+
+PROMPT = list(range(20, 60))
 
 
-def resolved(**pins) -> RankState:
-    recipe = Recipe(pins=Pins(**pins))
-    spec = ModelSpec.of(config())
-    return RankState(recipe, PinPolicy(recipe.pins, spec.names), spec, True, {}, None, None, None)
-
-
-def test_pins_of_experts_are_all_or_none() -> None:
-    name = "model.layers.1.mlp.experts"
-    assert resolved().experts_precision(name) == "fp8"
-    assert resolved(layers=(1,)).experts_precision(name) == "bf16"
-    assert resolved(names=(f"{name}.*",)).experts_precision(name) == "bf16"
-    assert resolved(kinds=("experts",)).experts_precision(name) == "bf16"
-    with pytest.raises(PinError, match=r"experts.2.down_proj' but not all experts of its layer"):
-        resolved(names=(f"{name}.2.down_proj",)).experts_precision(name)
+def chosen_by_the_gates(engine: Engine) -> torch.Tensor:
+    """``[tokens, layers, top-k]``, sorted, from the logits that the gates give for a prompt."""
+    logits: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    handles = [
+        engine.model.get_submodule(f"model.layers.{layer}.mlp.gate").register_forward_hook(
+            lambda gate, args, output, layer=layer: logits[layer].append(output[0].clone())
+        )
+        for layer in (0, 1)
+    ]
+    engine.greedy([PROMPT], 8)
+    for handle in handles:
+        handle.remove()
+    rows = [torch.cat(found).topk(2, dim=-1).indices for found in logits.values()]
+    return torch.stack(rows, dim=1).sort(dim=-1).values
 
 
 @pytest.mark.parametrize("kind", ["experts", "experts in BF16"])
-def test_fused_experts_of_another_number(moe_engine, shared_engine, a, b, kind):
-    """Too few would write some of them; the first ones of too many would be taken."""
+def test_the_router_is_seen_before_and_after_a_refit(moe_engine, shared_engine, a, b, kind):
     engine = shared_engine(kind)
-    before = bytes_of(engine)
-    for leaf in ("gate_up_proj", "down_proj"):
-        whole = fused(b)[f"{LAYER}.{leaf}"]
-        for wrong in (whole[:-1], torch.cat([whole, whole])):
-            with pytest.raises(RefitError, match=f"{leaf}' takes a tensor of shape"):
-                engine.model.load_weights([(f"{LAYER}.{leaf}", wrong)])
-    assert all(torch.equal(before[name], found) for name, found in bytes_of(engine).items())
-    engine.model.load_weights(list(a.items()))
-    assert not state_of(engine.model).guard.closed
+    recorder = RouteRecorder(engine.model)
+    routes = []
+    for tensors in (a, b, a):
+        give(engine, tensors)
+        expected = chosen_by_the_gates(engine)
+        routes.append(recorder.take())
+        assert torch.equal(routes[-1].sort(dim=-1).values, expected)
+    assert routes[0].shape == (len(PROMPT) + 8 - 1, 2, 2)
+    assert torch.equal(routes[0], routes[2]) and not torch.equal(routes[0], routes[1])
+
+
+def test_routes_are_those_of_the_quantized_model(moe, paths):
+    """Transformers, with the weights and activations that the recipe quantizes."""
+    recorder = RouteRecorder(moe.model)
+    (answer,) = moe.greedy([PROMPT], 8)
+    found = recorder.take().sort(dim=-1).values
+    logits: list[torch.Tensor] = []
+    reference = load_reference(paths["a"], moe.recipe)
+    for name, module in reference.model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda gate, args, output: logits.append(output[0]))
+    reference.many([[*PROMPT, *answer[:-1]]])
+    expected = torch.stack([x.topk(2).indices for x in logits], dim=1).sort(dim=-1).values
+    equal = (found == expected).all(dim=-1).float().mean()
+    assert equal > 0.95, equal  # a flipped code may flip a near tie
+
+
+def test_a_kernel_that_hides_the_router_is_refused():
+    """As FlashInfer's TRT-LLM kernel, which takes router logits."""
+    hides = type("Hides", (fused_moe.mk.FusedMoEExpertsMonolithic,), {})
+    moe = SimpleNamespace(moe_backend="auto")
+    reason = fused_moe._kernel_reason(hides, moe, None, None)
+    assert "hides the routes that router replay needs" in str(reason)
+
+
+def test_pins_of_experts_are_all_or_none():
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 3}
+    config |= {"moe_intermediate_size": 96, "hidden_size": 256, "vocab_size": 512}
+    config |= {"num_attention_heads": 4, "intermediate_size": 100, "decoder_sparse_step": 1}
+
+    def precision(**pins) -> str:
+        recipe, spec = Recipe(pins=Pins(**pins)), ModelSpec.of(config)
+        policy = PinPolicy(recipe.pins, spec.names)
+        state = RankState(recipe, policy, spec, True, {}, None, None, None)
+        return state.experts_precision(STACK)
+
+    assert precision() == "fp8"
+    for pins in ({"layers": (1,)}, {"names": (f"{STACK}.*",)}, {"kinds": ("experts",)}):
+        assert precision(**pins) == "bf16"
+    with pytest.raises(PinError, match=r"experts.2.down_proj' but not all experts of its layer"):
+        precision(names=(f"{STACK}.2.down_proj",))

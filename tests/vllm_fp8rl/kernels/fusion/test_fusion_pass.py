@@ -61,16 +61,6 @@ def test_norms_of_exact_are_fused_with_quantization(tmp_path):
     ]
 
 
-def test_rows_that_end_within_a_group_are_fused_alike(tmp_path):
-    def layer(x: Any, weight: Any) -> Any:
-        codes, scales = OPS.quantize(OPS.exact_norm(x, weight, 1e-5), False)
-        assert codes.shape == (7, 640) and scales.shape == (5, 8)
-        return codes, scales
-
-    found = fused(layer, (7, 576), (576,), folder=tmp_path)
-    assert found == [("rms_norm_quantize", "x_1", "weight_1", "1e-05", "False")]
-
-
 def test_norms_of_queries_and_keys_are_fused_with_their_rotation(tmp_path):
     def normed(x: Any, weight: Any) -> Any:
         by_head = x.view(*x.shape[:-1], x.shape[-1] // 64, 64)
@@ -98,7 +88,7 @@ def test_swiglu_of_exact_is_fused_with_quantization(tmp_path):
     assert apart == [("exact_swiglu", "x_1"), ("quantize", "True")]
 
 
-def test_exact_leaves_the_sums_over_ranks_alone(monkeypatch: Any) -> None:
+def test_exact_leaves_the_sums_over_ranks_alone(monkeypatch):
     monkeypatch.setattr(fusion_pass.FuseQuantization, "__init__", lambda *_: None)
     for exact in (True, False):
         over_ranks = SimpleNamespace(fuse_allreduce_rms=True, enable_sp=None)

@@ -1,8 +1,4 @@
-"""What kernels of vLLM get of a layer, and what compiled code has of DeepGEMM, with stand-ins.
-
-No test has run on Blackwell. What DeepGEMM does with scales there is in ``csrc/apis/layout.hpp``
-and ``csrc/jit_kernels/impls/smxx_layout.hpp`` of DeepGEMM 2.6; :func:`fp8_gemm_nt` does the same.
-"""
+"""What kernels of vLLM get of a layer; stand-ins for DeepGEMM 2.6 do with scales what it does."""
 
 from __future__ import annotations
 
@@ -11,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.utils import deep_gemm
 
 from fp8rl import Recipe
-from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.gemm.reference import multiply_rows
 from fp8rl.numerics import (
@@ -99,8 +93,8 @@ def tensors(*rows: int, recipe: Recipe = RECIPES[9, 0]) -> tuple[torch.Tensor, Q
     return x, quantize_block(values, scale_format=recipe.weights.scale_format)
 
 
-@pytest.mark.parametrize("rows", [(0,), (1,), (5,), (8,), (130,), (2, 3), ()])
-def test_products_are_those_of_the_numeric_contract(gpu: Any, rows: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("rows", [(0,), (5,), (130,), (2, 3), ()])
+def test_products_are_those_of_the_numeric_contract(gpu, rows):
     """Of any number of dimensions, and after a refit in place."""
     recipe = RECIPES[gpu]
     x, weight = tensors(*rows, recipe=recipe)
@@ -116,10 +110,12 @@ def test_products_are_those_of_the_numeric_contract(gpu: Any, rows: tuple[int, .
 
 
 @only_hopper
-@pytest.mark.parametrize("columns", [64, 192, 576, 960])
-def test_inputs_that_end_within_a_group(columns: int) -> None:
+@pytest.mark.parametrize("columns", [64, 576])
+def test_inputs_that_end_within_a_group(columns):
     """The weight lies as a refit stores it; the truth has no zeros behind the columns."""
     multiply = kernel("deep_gemm")
+    config = block_gemm.layer_config(GemmShape(0, N, columns), torch.bfloat16)
+    assert config.weight_shape == (N, multiply.stored_columns(columns))
     generator = torch.Generator().manual_seed(columns)
     x = torch.randn(5, columns, generator=generator).bfloat16()
     values = torch.randn(N, columns, generator=generator).bfloat16()
@@ -143,67 +139,13 @@ def test_inputs_that_end_within_a_group(columns: int) -> None:
     torch.testing.assert_close(found.double(), truth, rtol=2**-8, atol=1e-3)
 
 
-def test_layers_are_described_to_vllm_as_they_are_stored() -> None:
-    config = block_gemm.layer_config(GemmShape(0, 960, 576), torch.bfloat16)
-    assert config.weight_shape == (960, 640)
-
-
-@only_hopper
-def test_compiled_code_has_one_operation_for_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile traces each operation of each layer while an engine starts."""
-    with torch.library._scoped_library("fp8rl_test", "DEF") as library:
-        library.define("quantize(Tensor x, bool pow2) -> (Tensor, Tensor)")
-        library.impl("quantize", quantize, "CompositeExplicitAutograd")
-        monkeypatch.setattr(torch.ops.fp8rl, "quantize", torch.ops.fp8rl_test.quantize)
-        x, weight = tensors(5)
-        multiply = kernel("deep_gemm").apply
-        graph = make_fx(lambda x, *weight: multiply(x, Quantized(*weight)))(x, *weight).graph
-        names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
-    assert names == [
-        "fp8rl_test.quantize.default",
-        *["<built-in function getitem>"] * 2,
-        "fp8rl.deep_gemm.default",
-    ]
-
-
-@only_hopper
-@pytest.mark.parametrize("backend", ["cutlass", "triton"])
-def test_other_kernels_get_scales_without_padding(
-    monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    """CUTLASS reads the scales of a group side by side, Triton those of a row."""
-    kind = block_gemm._KERNELS[backend]
-    scales = []
-
-    def stand_in(self: Any, A: Any, B: Any, As: torch.Tensor, Bs: Any) -> torch.Tensor:
-        scales.append(As)
-        return A.new_empty(len(A), len(B), dtype=torch.bfloat16)
-
-    monkeypatch.setattr(kind, "__init__", lambda self, config: None)
-    monkeypatch.setattr(kind, "apply_block_scaled_mm", stand_in)
-    x, weight = tensors(5)
-    y = kernel(backend).apply(x, weight)
-    assert y.shape == (5, N)
-    assert torch.equal(scales[0], quantize_group(x)[1])
-    assert scales[0].stride() == ((1, 5) if backend == "cutlass" else (K // 128, 1))
-
-
 @pytest.mark.parametrize("gpu", [(10, 0)], indirect=True)
-def test_blackwell_starts_with_the_key_alone_and_says_that_it_has_never_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blackwell_says_that_it_has_never_run(monkeypatch):
+    """What is refused there without the key: kernels/test_refusals.py."""
     said: list[str] = []
     monkeypatch.setattr(block_gemm.logger, "warning_once", said.append)
-    with pytest.raises(UnsupportedError, match="need allow_untested_gpu: true there"):
-        block_gemm.require_served_gpu(Recipe())
-    assert said == []
-    for capability in ((10, 0), (10, 3)):
-        on(monkeypatch, capability)
-        block_gemm.require_served_gpu(RECIPES[10, 0])
-    assert len(said) == 2 and said[0].startswith("fp8rl has never run on a Blackwell GPU:")
-    on(monkeypatch, (12, 0))
-    with pytest.raises(UnsupportedError, match=r"not on 12\.0"):
-        block_gemm.require_served_gpu(RECIPES[10, 0])
+    block_gemm.require_served_gpu(RECIPES[10, 0])
+    assert len(said) == 1 and said[0].startswith("fp8rl has never run on a Blackwell GPU:")
     on(monkeypatch, (9, 0))
     block_gemm.require_served_gpu(RECIPES[10, 0])
-    assert len(said) == 2 and kernel("deep_gemm")._packs is False
+    assert len(said) == 1 and kernel("deep_gemm")._packs is False

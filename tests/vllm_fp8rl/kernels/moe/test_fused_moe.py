@@ -1,36 +1,38 @@
-"""Which of vLLM's kernels runs FP8 experts; what they compute is in ``tests/gpu``."""
+"""Which of vLLM's kernels runs FP8 experts and what is set for it; results: ``tests/gpu``."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import (
-    FusedMoEConfig,
-    FusedMoEParallelConfig,
-    RoutingMethodType,
-)
-from vllm.model_executor.layers.fused_moe.experts import deep_gemm_moe, triton_deep_gemm_moe
-from vllm.platforms import current_platform
-from vllm.platforms.interface import DeviceCapability
+from vllm.model_executor.layers.fused_moe import fused_moe as vllms
+from vllm.model_executor.layers.fused_moe.experts import triton_deep_gemm_moe
 
-from vllm_fp8rl.compat import one_class
+from fp8rl import Recipe
+from fp8rl.errors import UnsupportedError
+from fp8rl.numerics import BLOCK
+from fp8rl.recipe import ActivationFormat
 from vllm_fp8rl.kernels.moe import fused_moe
 from vllm_fp8rl.kernels.moe.fused_moe import ExpertsByRows
+from vllm_fp8rl.kernels.moe.settings import (
+    ACTIVATION_SCALES_ENV,
+    TILES,
+    TILES_ENV,
+    offer_expert_tiles,
+    set_activation_scales,
+)
 
 EXPERTS, CHOSEN = 64, 6
 
 
 @pytest.mark.parametrize(
-    ("tokens", "name"),
-    [(1, "triton"), (256, "triton"), (1023, "triton"), (1024, "deep_gemm"), (16384, "deep_gemm")],
+    ("tokens", "name"), [(1, "triton"), (1023, "triton"), (1024, "deep_gemm"), (16384, "deep_gemm")]
 )
-def test_experts_with_many_rows_go_to_deep_gemm(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, name: str
-) -> None:
+def test_experts_with_many_rows_go_to_deep_gemm(monkeypatch, tokens, name):
     """1,024 tokens of Moonlight give an expert 96 rows, where the two take equally long."""
     monkeypatch.setattr(triton_deep_gemm_moe, "_valid_deep_gemm", lambda *_: True)
     kernel = object.__new__(ExpertsByRows)  # vLLM's kernels inside it need a GPU
@@ -58,14 +60,7 @@ def test_experts_with_many_rows_go_to_deep_gemm(
         ("deep_gemm", 1408, False, False, ["deep_gemm"]),
     ],
 )
-def test_the_order_of_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-    backend: str,
-    width: int,
-    pow2: bool,
-    all2all: bool,
-    names: list[str],
-) -> None:
+def test_the_order_of_kernels(monkeypatch, backend, width, pow2, all2all, names):
     monkeypatch.setattr(fused_moe, "is_deep_gemm_e8m0_used", lambda: pow2)
     moe = SimpleNamespace(
         moe_backend=backend,
@@ -76,29 +71,44 @@ def test_the_order_of_kernels(
     assert [name + " by rows" * (kernel is ExpertsByRows) for name, kernel in found] == names
 
 
-@pytest.mark.parametrize("name", ["triton", "deep_gemm"])
-def test_vllms_kernels_are_offered_on_blackwell(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """By vLLM's own conditions, in its classes; their results are those of vLLM."""
-    capability = DeviceCapability(10, 0)
-    platform = type(current_platform)
-    monkeypatch.setattr(platform, "get_device_capability", classmethod(lambda *_, **__: capability))
-    for kind in ("is_cuda", "is_cuda_alike", "supports_fp8"):
-        monkeypatch.setattr(platform, kind, lambda platform: True)
-    monkeypatch.setattr(deep_gemm_moe, "is_deep_gemm_supported", lambda: True)
-    monkeypatch.setattr(fused_moe, "find_nvcc", lambda environ: "nvcc")
-    moe = FusedMoEConfig(
-        num_experts=8,
-        experts_per_token=2,
-        hidden_dim=512,
-        intermediate_size=256,
-        num_local_experts=8,
-        num_logical_experts=8,
-        activation=MoEActivation.SILU,
-        device="cpu",
-        routing_method=RoutingMethodType.Renormalize,
-        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
-        in_dtype=torch.bfloat16,
+POW2 = Recipe(activations=ActivationFormat(scale_format="pow2"))
+
+
+def test_the_recipe_decides_unless_the_environment_has(monkeypatch):
+    for recipe, other, value in ((Recipe(), POW2, "0"), (POW2, Recipe(), "1")):
+        monkeypatch.delenv(ACTIVATION_SCALES_ENV, raising=False)
+        set_activation_scales(recipe, experts=True)
+        assert os.environ[ACTIVATION_SCALES_ENV] == value
+        set_activation_scales(other, experts=False)  # linear layers are told directly
+        assert os.environ[ACTIVATION_SCALES_ENV] == value
+        with pytest.raises(UnsupportedError, match=f"{ACTIVATION_SCALES_ENV}={value} contradicts"):
+            set_activation_scales(other, experts=True)
+
+
+def test_vllm_finds_the_tiles_of_a_gpu(monkeypatch):
+    """By vLLM's own lookup, for each file."""
+    monkeypatch.setenv(TILES_ENV, "mine")
+    offer_expert_tiles()
+    assert os.environ[TILES_ENV] == "mine"  # a folder of the user stays
+    monkeypatch.delenv(TILES_ENV)
+    offer_expert_tiles()
+    # vLLM keeps what its settings were when the first engine of a process had started.
+    settings = SimpleNamespace(
+        VLLM_TUNED_CONFIG_FOLDER=os.environ[TILES_ENV], VLLM_BATCH_INVARIANT=False
     )
-    kernel = one_class(fused_moe.backend_to_kernel_cls(fused_moe._BACKENDS[name]))
-    with set_current_vllm_config(VllmConfig()):
-        assert fused_moe._unsupported_reason(name, kernel, moe) is None
+    monkeypatch.setattr(vllms, "envs", settings)
+    files = sorted(TILES.glob("*.json"))
+    assert files
+    for file in files:
+        experts, width, gpu = re.match(r"E=(\d+),N=(\d+),device_name=(\w+),", file.name).groups()
+        platform = type(vllms.current_platform)
+        name = classmethod(lambda *_, gpu=gpu: gpu.replace("_", " "))
+        monkeypatch.setattr(platform, "get_device_name", name)
+        vllms.get_moe_configs.cache_clear()
+        found = vllms.get_moe_configs(int(experts), int(width), "fp8_w8a8", *BLOCK)
+        told = json.loads(file.read_text(encoding="utf-8"))
+        assert told.pop("triton_version")
+        assert found == {int(tokens): tiles for tokens, tiles in told.items()}
+        # Sums of 128 products, then of those, as with vLLM's own tiles.
+        assert {tiles["BLOCK_SIZE_K"] for tiles in found.values()} == {BLOCK[1]}
+    vllms.get_moe_configs.cache_clear()

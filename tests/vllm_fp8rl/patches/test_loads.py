@@ -1,0 +1,289 @@
+"""Loads that are no refit: ``load_weights``, ``reload_weights`` and vLLM's layerwise reload."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import (  # as frameworks do, before an engine starts
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+
+from fp8rl.errors import RefitError, ScaleError, UnsupportedError
+from support.engine import PROMPTS, SCALES
+from vllm_fp8rl.kv.scales import fp8_layers
+from vllm_fp8rl.refit import drop_requests, refit, require_ready
+
+pytestmark = pytest.mark.usefixtures("restored")
+NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
+K0 = "model.layers.0.self_attn.k_scale"
+QKV = "model.layers.0.self_attn.qkv_proj.weight"
+CLOSED = (RefitError, "half-updated: a load broke off.*refit the engine")
+
+
+def plain(engine, tensors):
+    """As NeMo RL and others, with nobody to say that all has come."""
+    engine.model.load_weights(tensors)
+
+
+def reload(engine, tensors=None, **arguments):
+    if tensors is not None:
+        arguments["weights_iterator"] = tensors
+    engine.llm.collective_rpc("reload_weights", kwargs=arguments)
+
+
+def layerwise(engine, loads):
+    """As prime-rl and SkyRL, around several ``load_weights``."""
+    config = engine.llm.llm_engine.vllm_config
+    device = next(engine.model.parameters()).device
+    with torch.device(device), set_current_vllm_config(config):
+        initialize_layerwise_reload(engine.model)
+        for tensors in loads:
+            engine.model.load_weights(tensors)
+        finalize_layerwise_reload(engine.model, config.model_config)
+
+
+def serves(engine, expected):
+    drop_requests(engine.llm)
+    engine.llm.reset_prefix_cache()
+    return engine.greedy(PROMPTS) == expected
+
+
+def wrong(b):
+    return [*list(b.items())[:3], (UP, torch.ones(3, 5))]
+
+
+def lacking(b):
+    return [item for item in b.items() if item[0] != UP]
+
+
+def with_a_nan(b):
+    return (b | {UP: torch.full_like(b[UP], torch.nan)}).items()
+
+
+def twice(b):
+    return [*b.items(), (UP, b[UP])]
+
+
+def dies(b, error=ConnectionError):
+    yield from list(b.items())[:9]
+    raise error("trainer gone")
+
+
+CTRL_C = KeyboardInterrupt
+LAYERWISE = "The layerwise reload broke off"
+
+
+@pytest.mark.parametrize(
+    ("way", "sent", "error", "message", "reason"),
+    [
+        (plain, wrong, RefitError, r"\(3, 5\)", r"a load broke off \(RefitError\)"),
+        (
+            plain,
+            lambda b: iter(wrong(b)),
+            RefitError,
+            r"\(3, 5\)",
+            r"a load broke off \(RefitError\)",
+        ),
+        (plain, dies, ConnectionError, "gone", r"a load broke off \(ConnectionError\)"),
+        (plain, lambda b: dies(b, CTRL_C), CTRL_C, "gone", r"a load broke off \(Keyb"),
+        (reload, lacking, RefitError, f"lacks 1 .*'{UP}'", "reload_weights broke off"),
+        (reload, with_a_nan, RefitError, f"'{UP}' has NaN", "reload_weights broke off"),
+        (reload, lambda b: iter(twice(b)), RefitError, f"'{UP}' arrived twice", "reload_weights"),
+        (reload, dies, ConnectionError, "trainer gone", "reload_weights broke off"),
+        (layerwise, lambda b: [lacking(b)], RefitError, f"lacks 1 .*'{UP}'", LAYERWISE),
+        (layerwise, lambda b: [wrong(b)[:3], b.items()], RefitError, "arrived twice", LAYERWISE),
+        (layerwise, lambda b: [with_a_nan(b)], RefitError, f"'{UP}' has NaN", LAYERWISE),
+        (layerwise, lambda b: [dies(b)], ConnectionError, "trainer gone", LAYERWISE),
+    ],
+)
+def test_a_fault_closes_the_engine_until_all_has_come(
+    engine, b, tokens, way, sent, error, message, reason
+):
+    with pytest.raises(error, match=message):
+        way(engine, sent(b))
+    with pytest.raises(RefitError, match=f"half-updated: {reason}"):
+        require_ready(engine.llm)
+    engine.refuses(RefitError, "half-updated")
+    *most, last = b.items()
+    if way is plain:
+        engine.model.load_weights(iter(most) if error is RefitError else most)
+        engine.refuses(*CLOSED)
+        engine.model.load_weights([last])
+    elif error is ConnectionError:
+        way(engine, b.items() if way is reload else [b.items()])
+    else:
+        refit(engine.llm, b.items(), expect_kv_scales=False)
+    assert serves(engine, tokens["b"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda b: {"weights_path": "/none/such"}, "/none/such"),
+        (lambda b: {"weights_iterator": iter({UP: b[UP] * torch.nan}.items())}, "has NaN or inf"),
+        (lambda b: {"weights_iterator": twice(b)}, f"'{UP}' arrived twice in one"),
+        (  # vLLM would cast BF16 to FP8 under the old scales
+            lambda b: {"weights_iterator": list(b.items()), "is_checkpoint_format": False},
+            r"is_checkpoint_format=False.* send HF tensors",
+        ),
+    ],
+    ids=["no folder", "NaN first", "twice in a collection", "not as in a checkpoint"],
+)
+def test_what_changes_nothing(engine, b, tokens, arguments, message):
+    config = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model_config
+    before = config.model
+    with pytest.raises(Exception, match=message):
+        reload(engine, **arguments(b))
+    assert config.model == before
+    assert engine.greedy(PROMPTS) == tokens["a"]
+
+
+NAMES = {"projection": UP, "norm": NORM, "vocabulary": "model.embed_tokens.weight", "scale": K0}
+ODD = {
+    "0-dim": lambda t: torch.tensor(1.0),
+    "rank 1 more": lambda t: t[None],
+    "no element": lambda t: t[:0],
+    "bool": lambda t: t.bool(),
+    "complex": lambda t: t.to(torch.complex64),
+    "int64": lambda t: t.long(),
+    "uint8": lambda t: t.to(torch.uint8),
+    "float8_e5m2": lambda t: t.to(torch.float8_e5m2),
+    "float8_e4m3fn": lambda t: t.to(torch.float8_e4m3fn),
+    "float64": lambda t: t.double(),
+    "meta": lambda t: t.to("meta"),
+    "sparse": lambda t: t.to_sparse(),
+    "nested": lambda t: torch.nested.nested_tensor([t, t]),
+    "lazy": lambda t: torch.nn.UninitializedParameter(),
+    "None": lambda t: None,
+    "freed": lambda t: freed(t.clone()),
+}
+TAKEN = {  # one element for a scale, in any shape; FP8 codes for a projection
+    *(
+        (odd, "scale")
+        for odd in ("0-dim", "rank 1 more", "float64", "float8_e5m2", "float8_e4m3fn")
+    ),
+    ("float8_e4m3fn", "projection"),
+}
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+def test_odd_tensors_are_refused_in_a_sentence(engine, a, tokens):
+    """vLLM's loaders cast an integer, a bool or a complex number to a norm's dtype in silence."""
+    kinds = itertools.cycle((list, iter, iter))
+    for (what, name), (odd, change) in itertools.product(NAMES.items(), ODD.items()):
+        if (odd, what) in TAKEN:
+            continue
+        tensor = change((a | SCALES)[name])
+        with pytest.raises((RefitError, ScaleError, UnsupportedError)) as error:
+            engine.model.load_weights(next(kinds)([(name, tensor)]))
+        message = str(error.value)
+        assert re.fullmatch(r".*(send|yield).*[.]", message), message
+    assert engine.greedy(PROMPTS) == tokens["a"]
+
+
+def test_from_the_last_folder_again(engine, checkpoints, a, b, tokens):
+    reload(engine, weights_path=str(checkpoints["b"]))
+    reload(engine, a.items())
+    assert serves(engine, tokens["a"])
+    reload(engine)
+    assert serves(engine, tokens["b"])
+    reload(engine, weights_path=str(checkpoints["a"]))
+
+
+def test_names_that_vllm_skips_or_maps_are_taken(engine, b, tokens):
+    extra = b | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32)}
+    for name, scale in SCALES.items():
+        layer, leaf = name.rsplit(".", 1)
+        extra[f"{layer}.{leaf[0]}_proj.{leaf}"] = scale
+    reload(engine, iter(extra.items()))
+    assert serves(engine, tokens["b"])
+
+
+def test_some_kv_scales_but_not_all(engine, a, tokens):
+    name = "model.layers.0.self_attn.k_proj.k_scale"  # in another's spelling
+    with pytest.raises(RefitError, match=f"reload_weights lacks {len(SCALES) - 1} .*_scale"):
+        reload(engine, iter((a | {name: torch.tensor([0.5])}).items()))
+    engine.refuses(Exception, r"KV scale '.*' was never loaded")
+    reload(engine, iter((a | SCALES).items()))
+    assert serves(engine, tokens["a"])
+
+
+def test_an_engine_without_a_checkpoint_names_the_remedy(engine, monkeypatch, tokens):
+    config = engine.llm.llm_engine.vllm_config.load_config
+    monkeypatch.setattr(config, "load_format", "dummy")
+    with pytest.raises(UnsupportedError, match=r"load_format='dummy'.*vllm_fp8rl\.refit\.refit"):
+        reload(engine)
+    assert engine.greedy(PROMPTS) == tokens["a"]
+
+
+def test_a_layerwise_reload_whose_sender_died_is_begun_again(engine, a, b, tokens):
+    initialize_layerwise_reload(engine.model)
+    assert engine.greedy(PROMPTS) == tokens["a"]  # nothing has come yet
+    engine.model.load_weights(list(a.items())[:5])
+    engine.refuses(RefitError, "The layerwise reload broke off or was incomplete")
+    layerwise(engine, [b.items()])
+    with pytest.raises(RefitError, match="No layerwise reload is under way"):
+        finalize_layerwise_reload(engine.model, engine.llm.llm_engine.model_config)
+    assert serves(engine, tokens["b"])
+
+
+def test_a_layerwise_reload_of_another_model_is_vllms(engine):
+    plain = torch.nn.Linear(2, 2)
+    record_metadata_for_reloading(plain)
+    initialize_layerwise_reload(plain)
+    assert plain.weight.is_meta
+    finalize_layerwise_reload(plain, engine.llm.llm_engine.model_config)
+    assert not plain.weight.is_meta
+
+
+@pytest.mark.parametrize("kind", [list, iter])
+def test_a_first_tensor_that_is_partly_written_closes_the_model(engine, a, kind):
+    """A tensor fused as the engine has it: q and k are written before v is found too short."""
+    parts = [a[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
+    with pytest.raises((RefitError, RuntimeError)):
+        engine.model.load_weights(kind([(QKV, 2 * torch.cat(parts)[:-8])]))
+    engine.refuses(*CLOSED)
+
+
+def test_a_kv_scale_of_a_load_that_breaks_off_is_whole(engine, a):
+    """The number that attention is given and the tensor that it reads must be the same."""
+    with pytest.raises(Exception, match=r"\w"):
+        engine.model.load_weights([(K0, torch.tensor([0.2])), (UP, torch.ones(3))])
+    engine.model.load_weights(list(a.items()))
+    engine.llm.reset_prefix_cache()
+    engine.greedy(PROMPTS)
+    layer, scales = next(iter(fp8_layers(engine.model)))
+    assert float(layer._k_scale) == float(layer.k_scale) == pytest.approx(scales.values["k"])
+
+
+def break_off(model, tensors):
+    with pytest.raises(Exception, match=r"\w"):
+        model.load_weights(iter([*list(tensors)[:5], ("norm.weight", torch.ones(3))]))
+
+
+@pytest.mark.parametrize("broken", ["the part", "the whole"])
+def test_a_part_does_not_open_a_model_whose_load_broke_off(engine, a, broken):
+    """All tensors have to come again, by their names in the whole model."""
+    inner = [(n.removeprefix("model."), t) for n, t in a.items() if n.startswith("model.")]
+    if broken == "the part":
+        break_off(engine.model.model, inner)
+    else:
+        break_off(engine.model, reversed(a.items()))
+    engine.model.model.load_weights(inner)
+    engine.refuses(*CLOSED)
+    *most, last = a.items()
+    engine.model.load_weights(most)
+    engine.refuses(*CLOSED)
+    engine.model.load_weights([last])
+    require_ready(engine.llm)
