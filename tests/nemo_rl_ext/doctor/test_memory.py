@@ -54,14 +54,14 @@ def table(section: Section) -> dict[str, str]:
     return {row[0]: row[1] for row in section.rows}
 
 
+TIED = {**DENSE, "tie_word_embeddings": True}
 # As a config.json of the hub has it.
 RENAMED = {**{k: v for k, v in MOE.items() if k != "num_experts"}, "num_local_experts": 8}
 
 
 @pytest.mark.parametrize(
     ("model", "config"),
-    [(model, model) for model in (DENSE, MOE, {**DENSE, "tie_word_embeddings": True})]
-    + [(MOE, {"text_config": RENAMED})],
+    [(DENSE, DENSE), (TIED, TIED), (MOE, {"text_config": RENAMED})],
 )
 def test_one_rank_holds_the_whole_model(model: dict[str, Any], config: dict[str, Any]) -> None:
     assert Sizes(ModelSpec.of(config), 1).elements(rows_of(model)) == parameters(model)
@@ -151,32 +151,21 @@ POLICY_TEACHERS = "on_policy_distillation"
         ("single_controller", 8, {POLICY_TEACHERS: TEACHERS}, 64),
     ],
 )
-@pytest.mark.parametrize(
-    ("resources", "rollout"),
-    [
-        (None, None),
+def test_gpus_of_reward_models_and_teachers_are_not_the_runs(
+    driver: str, nodes: int, settings: dict[str, Any], left: int
+) -> None:
+    for resources, rollout in (
+        (None, left),
         ({"num_nodes": 1, "gpus_per_node": 4}, 4),
         ({"num_nodes": None, "gpus_per_node": 2}, 2),
-    ],
-)
-def test_gpus_of_reward_models_and_teachers_are_not_the_runs(
-    driver: str,
-    nodes: int,
-    settings: dict[str, Any],
-    left: int,
-    resources: dict[str, Any] | None,
-    rollout: int | None,
-) -> None:
-    expected = memory.GPUs(left, left, shared=True)
-    kinds: list[dict[str, Any] | None] = [None, {"enabled": True}]
-    if resources is not None and rollout is not None:
-        expected = memory.GPUs(rollout, left - rollout, shared=False)
-        kinds = [{"enabled": False, "resources": resources}]
-    for colocated in kinds:
+    ):
+        colocated = {"enabled": resources is None, "resources": resources}
         config = {
             "policy": {"generation": {"backend": "vllm", "colocated": colocated}},
             "env": {"reward_model": {"resources": {"num_nodes": 1, "gpus_per_node": 2}}},
             "cluster": {"num_nodes": nodes, "gpus_per_node": 8},
             **settings,
         }
+        shared = resources is None
+        expected = memory.GPUs(rollout, left if shared else left - rollout, shared=shared)
         assert memory.gpus_of(Sections(config, DRIVERS[driver])) == expected

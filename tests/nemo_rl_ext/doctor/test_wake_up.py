@@ -54,8 +54,6 @@ def gibibytes(text: str) -> float:
     ("overrides", "gpus", "memory", "each"),
     [
         ({}, 8, 80, 4),
-        ({}, 2, 80, 4),
-        (AWARE, 8, 80, 0),
         (AWARE, 1, 141, 0),
         ({"policy.offload_optimizer_for_refit": False}, 8, 80, 12),
         ({"policy.offload_optimizer_for_refit": False, **AWARE}, 8, 80, 10),
