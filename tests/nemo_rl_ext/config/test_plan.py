@@ -54,12 +54,9 @@ def test_who_makes_kv_scales_and_what_the_trainer_rounds(
 
 
 def test_whose_trainer_it_is() -> None:
-    assert (plan({}).of_trainer, plan({}).replaces_trainer) == (plan({}).recipe, True)
-    # It may send KV scales to our engines.
-    assert (plan({}, trainer=False).of_trainer, plan({}, trainer=False).replaces_trainer) == (
-        None,
-        True,
-    )
+    whole, rollouts = plan({}), plan({}, trainer=False)
+    assert (whole.of_trainer, whole.replaces_trainer) == (whole.recipe, True)
+    assert (rollouts.of_trainer, rollouts.replaces_trainer) == (None, True), "it may send KV scales"
     assert not plan({}, megatron=False).replaces_trainer
 
 
