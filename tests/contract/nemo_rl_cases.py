@@ -24,7 +24,7 @@ from nemo_rl.utils import config as nemo_config
 from omegaconf import OmegaConf
 
 from fp8rl import Recipe
-from fp8rl.errors import Fp8RLError, UnsupportedError
+from fp8rl.errors import UnsupportedError
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext import GRPOConfig, GRPOLoss
 from nemo_rl_ext.config.drivers import PLAN
@@ -260,28 +260,6 @@ def test_every_form_of_upstreams_loss_is_corrected(settings: dict[str, Any]) -> 
         assert value != plain
     else:
         torch.testing.assert_close(value, plain)
-
-
-def test_parameters_of_later_versions_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NeMo RL 0.8.0's loss takes more, and has an objective without a policy gradient."""
-    construct, call, passed = ClippedPGLossFn.__init__, ClippedPGLossFn.__call__, []
-
-    def __init__(self: Any, cfg: Any, fused: bool = False, opd_full: Any = None) -> None:
-        construct(self, cfg, fused)
-        self.opd_full = opd_full
-
-    def __call__(self: Any, *args: Any, opd_full_entropy: Any = None, **named: Any) -> Any:
-        passed.append(opd_full_entropy)
-        return call(self, *args, **named)
-
-    monkeypatch.setattr(ClippedPGLossFn, "__init__", __init__)
-    monkeypatch.setattr(ClippedPGLossFn, "__call__", __call__)
-    data = batch()
-    make({})(current(data), data, **totals(data), opd_full_entropy=1)
-    assert passed == [1]
-    config = ClippedPGLossConfig(reference_policy_kl_penalty=0.0, **{PLAN: plan({})})
-    with pytest.raises(Fp8RLError, match=r"'loss_fn.fp8rl'.* on_policy_distillation_full has none"):
-        loss.ClippedPGLossFn(config, opd_full=object())
 
 
 def test_packed_sequences_one_by_one_add_up_to_the_batch() -> None:

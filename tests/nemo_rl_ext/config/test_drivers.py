@@ -22,10 +22,9 @@ from nemo_rl_ext.config.drivers import (
 )
 from nemo_rl_ext.config.keys import READERS
 from nemo_rl_ext.config.plan import RunPlan
-from nemo_rl_ext.config.upstream import prepare
 from nemo_rl_ext.patch_finder import PATCHES, PatchFinder
 from nemo_rl_ext.patches import config as config_patch
-from support.nemo_rl import MasterConfig, Section, put
+from support.nemo_rl import MasterConfig, put
 from support.processes import run_code
 
 ALL = [pytest.param(driver, id=driver.name) for driver in DRIVERS.values()]
@@ -224,13 +223,6 @@ def test_the_check_of_a_config_without_keys_imports_nothing_of_ours() -> None:
     )
     done = run_code(code)
     assert done.stdout.strip() == "[]", done.stderr
-
-
-def test_a_config_without_a_policy_is_refused_by_its_key() -> None:
-    """As that of `run_eval.py`, whose `generation` stands at the top."""
-    value: Any = Section(fp8rl={}, generation={})  # type: ignore[call-arg]
-    with pytest.raises(RecipeError, match=r"'fp8rl' is set, but .* run_eval\.py serves none"):
-        prepare(value, DRIVERS["eval"], lambda key: None)
 
 
 # --- what is served ---

@@ -65,37 +65,27 @@ def paths_of(value: dict[str, Any], path: str = "") -> list[str]:
     return found
 
 
+GENERATION = "policy.generation"
+OTHERS = {
+    "policy": "quant_cfg worker_extension_cls_fqn",
+    GENERATION: "quant_cfg refit_transport worker_extension_cls_fqn backend lora_refit_mode",
+    f"{GENERATION}.vllm_kwargs": "quantization kv_cache_dtype attention_backend moe_backend",
+    f"{GENERATION}.vllm_kwargs.additional_config": BLOCK,
+    VLLM: "kv_cache_dtype precision quantization_ignore_patterns",
+    MEGATRON: "cuda_graph_impl",
+    f"{MEGATRON}.fp8_cfg": "fp8 fp8_recipe fp8_param",
+    f"{MEGATRON}.model_overrides": "fp8 fp8_recipe cuda_graph_impl",
+    "grpo": "seq_logprob_error_threshold",
+    f"{LOSS}.{GUARD}": " ".join(GuardConfig.model_fields),
+    f"{LOSS}.{BLOCK}": " ".join(paths_of(Recipe().to_dict())),
+    f"{LOSS}.{BLOCK}.importance_sampling.rejection": "high",
+}
 READ_KEYS = sorted(
     {
         *paths_of(config()),
         *(path for paths, _, _ in KINDS for path in paths),
         *MAPPINGS,
-        *(
-            f"{VLLM}.{key}"
-            for key in ("kv_cache_dtype", "precision", "quantization_ignore_patterns")
-        ),
-        *(f"policy.{key}" for key in ("quant_cfg", "worker_extension_cls_fqn")),
-        *(
-            f"policy.generation.{key}"
-            for key in (
-                *("quant_cfg", "refit_transport", "worker_extension_cls_fqn"),
-                *("backend", "lora_refit_mode"),
-            )
-        ),
-        *(
-            f"policy.generation.vllm_kwargs.{key}"
-            for key in (
-                *("quantization", "kv_cache_dtype", "attention_backend", "moe_backend"),
-                f"additional_config.{BLOCK}",
-            )
-        ),
-        *(f"{MEGATRON}.fp8_cfg.{key}" for key in ("fp8", "fp8_recipe", "fp8_param")),
-        *(f"{MEGATRON}.model_overrides.{key}" for key in ("fp8", "fp8_recipe", "cuda_graph_impl")),
-        f"{MEGATRON}.cuda_graph_impl",
-        "grpo.seq_logprob_error_threshold",
-        *(f"{LOSS}.{GUARD}.{key}" for key in GuardConfig.model_fields),
-        *(f"{LOSS}.{BLOCK}.{path}" for path in paths_of(Recipe().to_dict())),
-        f"{LOSS}.{BLOCK}.importance_sampling.rejection.high",
+        *(f"{section}.{key}" for section, keys in OTHERS.items() for key in keys.split()),
     }
 )
 

@@ -36,23 +36,6 @@ def test_numbers_of_yaml_1_1_are_refused_in_our_blocks_alone(tmp_path: Path) -> 
             load_config(file)
 
 
-def test_children_lie_over_their_parents_and_the_last_parent_over_the_first(load: Any) -> None:
-    assert load(
-        a="defaults: b.yaml\none: 1\nsection: {keep: 1, change: 1}",
-        b="zero: 0\none: 0",
-        c="section: {change: 2, one: '${one}'}",
-        d="replaced: {one: 1}",
-        x="defaults: [a.yaml, c.yaml, d.yaml]\none: 4\nmore: {keep: '${section.keep}'}\n"
-        "replaced: {_override_: true, two: 2}",
-    ) == {
-        "zero": 0,
-        "one": 4,
-        "section": {"keep": 1, "change": 2, "one": 4},
-        "more": {"keep": 1},
-        "replaced": {"two": 2},
-    }
-
-
 def test_interpolations_compute_as_in_nemo_rl(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOLDER", ".")
     text = "sum: ${add:1,2}\nproduct: ${mul:${sum},4}\nratio: ${div:6,4}\nlargest: ${max:1,9}"

@@ -187,13 +187,11 @@ def test_an_interpreter_that_does_not_start(venvs: Path, checkout: Path) -> None
     gone = venvs / "a.DTensorPolicyWorker" / "bin" / "python"  # as uv leaves a removed Python
     gone.parent.mkdir(parents=True)
     gone.symlink_to("nowhere")
-    (venvs / "notes.txt").write_text("")
     found = examine_environments(checkout)
     dtensor, vllm, megatron = found.problems
     assert f"DTensorPolicyWorker ('{gone}') does not answer: No such file" in dtensor
     assert "does not answer: Exec format error; have NeMo RL make it anew with" in vllm
     assert "does not answer: exit code 3, odd; have NeMo RL make it anew" in megatron
-    assert rows(found)["VllmGenerationWorker"]["state"] == "no answer"
 
 
 def test_environments_that_are_not_made_yet(
@@ -208,20 +206,6 @@ def test_environments_that_are_not_made_yet(
     monkeypatch.delenv(environments.ONE_FOR_ALL)
     monkeypatch.setenv("PYTHONPATH", str(target))
     assert examine_environments(checkout).problems == ()
-
-
-def test_workers_in_the_drivers_environment_need_none_of_their_own(
-    venvs: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NeMo RL 7ea279a takes the variable for vLLM and Megatron, and not for DTensor."""
-    monkeypatch.setenv(environments.ONE_FOR_ALL, "1")
-    for name in (VLLM, MEGATRON, "a.DTensorPolicyWorker"):
-        make(venvs / name)
-    found = examine_environments(checkout)
-    states = {name: row["state"] for name, row in rows(found).items()}
-    assert states["VllmGenerationWorker"] == states["MegatronPolicyWorker"] == "not needed"
-    (problem,) = found.problems
-    assert problem.startswith("DTensorPolicyWorker (")
 
 
 def doctor(*arguments: str) -> Any:

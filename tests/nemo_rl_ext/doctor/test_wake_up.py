@@ -82,14 +82,6 @@ def test_the_trainer_leaves_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
-    [(20, "21474836480, 20.00 GiB"), (34, "36507222016, 34.00 GiB, which is more")],
-)
-def test_a_key_that_is_there_is_compared(given: int, text: str) -> None:
-    assert told({CACHE_KEY: given * GIB})["the config has"] == text
-
-
-@pytest.mark.parametrize(
     ("overrides", "arguments", "text"),
     [
         ({"policy.generation.colocated": APART}, {}, "not needed: vLLM has GPUs of its own"),

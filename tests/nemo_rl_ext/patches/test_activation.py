@@ -98,57 +98,6 @@ def test_the_list_is_what_the_patches_rely_on() -> None:
 LOAD_CONFIG = "def load_config(config_path):\n    return config_path\n"
 
 
-def test_a_module_of_the_list_is_wrapped_and_others_are_not(tmp_path: Path) -> None:
-    path = package(
-        tmp_path,
-        {"nemo_rl/utils/config.py": LOAD_CONFIG, "nemo_rl/utils/other.py": LOAD_CONFIG},
-    )
-    code = """
-        import torch, inspect
-        from nemo_rl.utils import config, other
-        print(hasattr(config.load_config, "__wrapped__"), hasattr(other.load_config, "__wrapped__"))
-        print(type(config.__spec__.loader).__name__, type(config.__loader__).__name__)
-        print(config.load_config("x"), inspect.getsource(config).splitlines()[0])
-    """
-    assert run_after_torch(code, path).stdout.splitlines() == [
-        "True False",
-        "SourceFileLoader SourceFileLoader",
-        "x def load_config(config_path):",
-    ]
-
-
-def test_a_module_that_imports_torch_is_taken_up_when_it_is_whole(tmp_path: Path) -> None:
-    path = package(
-        tmp_path,
-        {
-            "nemo_rl/algorithms/grpo.py": """
-                import torch
-
-                class MasterConfig:
-                    pass
-
-                def compute_and_apply_seq_logprob_error_masking(
-                    train_data, rewards, seq_logprob_error_threshold
-                ):
-                    return {}
-            """,
-            "nemo_rl/utils/config.py": LOAD_CONFIG,
-        },
-    )
-    code = """
-        from nemo_rl.algorithms import grpo
-        from nemo_rl.utils.config import load_config
-        from nemo_rl_ext.patch_finder import installed
-        print(sorted(installed().applied))
-        load_config("x")
-        print(sorted(installed().applied))
-    """
-    before, after = run(code, path).stdout.splitlines()
-    assert "grpo" not in before
-    for patch in ("batch_correction", "config"):
-        assert f"('nemo_rl.algorithms.grpo', '{patch}')" in after
-
-
 ANEW = {
     "imported again": "del sys.modules[NAME]; importlib.import_module(NAME)",
     # A finder before ours, as test runners and profilers install them.
@@ -244,18 +193,3 @@ def test_a_driver_reads_what_only_workers_import(tmp_path: Path) -> None:
     refused, reason = run_after_torch(code, path).stdout.strip().splitlines()
     assert "fp8rl's patch" in refused
     assert "_load_hf_weights takes (self, policy_weights, strict=...)" in reason
-
-
-def test_the_launcher_runs_a_driver_with_the_hooks(tmp_path: Path) -> None:
-    driver = tmp_path / "driver.py"
-    driver.write_text(
-        "import sys, neighbour\n"
-        "from nemo_rl_ext.patch_finder import installed\n"
-        "print(__name__, sys.argv[1:], neighbour.x, installed() is not None)\n"
-    )
-    (tmp_path / "neighbour.py").write_text("x = 1\n")
-    done = run_code("-m", "nemo_rl_ext", driver, "--config", "a.yaml", FP8RL_AUTOLOAD="0")
-    assert done.stdout.strip() == "__main__ ['--config', 'a.yaml'] 1 True", done.stderr
-    done = run_code("-m", "nemo_rl_ext", "none.py")
-    assert done.returncode == 1
-    assert "'none.py' is no file" in done.stderr

@@ -22,10 +22,6 @@ EXTENSION = "my_package.MyWorker"
 KEY = "worker_extension_cls_fqn"
 
 
-def resolve_policy_worker_cls(default_cls: str, config: dict[str, Any]) -> str:
-    return default_cls
-
-
 class Policy:
     """Upstream's constructor replaces the resolved class by the argument's."""
 
@@ -44,15 +40,6 @@ class VllmGeneration:
         self.config = config
 
 
-@pytest.fixture
-def policy() -> Any:
-    module: Any = ModuleType("nemo_rl.models.policy.lm_policy")
-    module.resolve_policy_worker_cls = resolve_policy_worker_cls
-    module.Policy = type("Policy", (), {"__init__": Policy.__init__})
-    worker_classes.apply(module, PatchFinder())
-    return module.Policy
-
-
 def config(*, megatron: bool = True, trainer: bool = False, rollouts: bool = False) -> Any:
     return planned(
         {
@@ -60,20 +47,6 @@ def config(*, megatron: bool = True, trainer: bool = False, rollouts: bool = Fal
             "generation": {"vllm_cfg": {"fp8rl": {}} if rollouts else {}},
         }
     )
-
-
-def test_a_worker_extension_in_the_place_of_our_class_is_refused(policy: Any) -> None:
-    """Naively it would train in BF16 without a word."""
-    for given, key in (
-        (config(trainer=True, rollouts=True), "policy.megatron_cfg.fp8rl"),
-        (config(rollouts=True), "policy.generation.vllm_cfg.fp8rl"),
-    ):
-        with pytest.raises(UnsupportedError, match=rf"{EXTENSION}.*'{key}' needs; leave it out"):
-            policy(None, given, None, worker_extension_cls_fqn=EXTENSION)
-        assert policy(None, given, None).extension is None
-    for given in (config(), config(megatron=False, rollouts=True)):  # nothing of ours
-        made = policy(None, given, None, worker_extension_cls_fqn=EXTENSION)
-        assert made.extension == EXTENSION
 
 
 @pytest.fixture
