@@ -262,6 +262,17 @@ def test_every_form_of_upstreams_loss_is_corrected(settings: dict[str, Any]) -> 
         torch.testing.assert_close(value, plain)
 
 
+def test_an_objective_without_a_policy_gradient_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NeMo RL 0.8.0's loss can have one."""
+    monkeypatch.setattr(ClippedPGLossFn, "opd_full", object(), raising=False)
+    with pytest.raises(
+        UnsupportedError, match=r"'loss_fn.fp8rl'.* on_policy_distillation_full has"
+    ):
+        make({})
+
+
 def test_packed_sequences_one_by_one_add_up_to_the_batch() -> None:
     data = batch()
     fn = make({"level": "geometric", "high": 1.1})
