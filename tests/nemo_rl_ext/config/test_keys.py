@@ -567,14 +567,6 @@ def test_a_plan_that_no_block_asks_for_any_more_goes() -> None:
     assert RunPlan.of(again.policy) is None and RunPlan.of(again.loss_fn) is None
 
 
-def test_a_config_without_keys_is_left_as_it_is() -> None:
-    run = MasterConfig(**config(None, "vllm.precision=fp8 vllm.kv_cache_dtype=fp8"))
-    before = run.model_dump()
-    prepare(run, GRPO, lambda key: pytest.fail("no key asks for fp8rl"))
-    announce_kv_scales(run.policy)
-    assert run.model_dump() == before
-
-
 def test_pins_of_a_model_that_is_not_here_are_left_to_the_workers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

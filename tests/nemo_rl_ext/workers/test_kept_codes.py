@@ -143,11 +143,8 @@ def test_a_call_that_fails_is_no_measure(conversion: Conversion) -> None:
         kept.append(caller.epoch.keep)
         raise MemoryError
 
-    with pytest.raises(MemoryError):
-        caller.kept_codes.during("train", fail, tokens=100, backward=True)
-    assert not caller.call(1_000_000)
-    assert caller.call(1_000_000)
-    with pytest.raises(MemoryError):
-        caller.kept_codes.during("train", fail, tokens=100, backward=True)
-    assert kept == [False, True]
-    assert not caller.epoch.keep
+    for expected in (False, True):
+        with pytest.raises(MemoryError):
+            caller.kept_codes.during("train", fail, tokens=100, backward=True)
+        assert kept.pop() is expected and not caller.epoch.keep
+        assert caller.call(1_000_000) is expected
