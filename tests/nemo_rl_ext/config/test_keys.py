@@ -463,6 +463,8 @@ def test_a_trainer_attends_over_the_rollouts_cache_where_it_can_and_says_where_n
     assert keys is not None and keys.recipe.rollout
     assert keys.recipe.training == (DTENSOR not in notes)
     assert keys.recipe.kv_cache.in_training is in_training
+    assert keys.rounded_as == (keys.recipe.kv_cache.dtype if in_training else "auto")
+    assert (keys.kv_scales == "engine") == (ITSELF in notes)
     assert len(keys.notes) == len(notes), keys.notes
     for said, expected in zip(keys.notes, notes, strict=True):
         assert re.search(expected, said)

@@ -18,10 +18,6 @@ from support.processes import run_code, run_forked
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def run(code: str, path: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    return run_code(code, timeout=120, folders=() if path is None else (path,), **env)
-
-
 def run_after_torch(code: str, path: Path) -> subprocess.CompletedProcess[str]:
     """In a process that has imported torch, and with it our finder, before ``code`` runs."""
     script = path / "script.py"
@@ -49,7 +45,7 @@ def test_importing_torch_installs_one_finder_and_imports_nothing_else() -> None:
         from nemo_rl_ext.patch_finder import install
         assert install() is install() is sys.meta_path[0]
     """
-    done = run(code)
+    done = run_code(code, timeout=120)
     assert done.stdout.strip() == "['PatchFinder'] []", done.stderr
     assert done.returncode == 0, done.stderr
 
