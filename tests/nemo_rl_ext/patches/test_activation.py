@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_ext import autoload
+from nemo_rl_ext.__main__ import main
 from nemo_rl_ext.patch_finder import PATCHES, PatchFinder, installed
 from nemo_rl_ext.patches.upstream import Upstream
 from support.processes import run_code, run_forked
@@ -189,3 +190,18 @@ def test_a_driver_reads_what_only_workers_import(tmp_path: Path) -> None:
     refused, reason = run_after_torch(code, path).stdout.strip().splitlines()
     assert "fp8rl's patch" in refused
     assert "_load_hf_weights takes (self, policy_weights, strict=...)" in reason
+
+
+def test_the_launcher_runs_a_driver_with_the_hooks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("meta_path", [*sys.meta_path]), ("path", [*sys.path]), ("argv", [])):
+        monkeypatch.setattr(sys, name, value)
+    (tmp_path / "neighbour.py").write_text("x = 1\n")
+    driver = tmp_path / "driver.py"
+    driver.write_text("import sys, neighbour; print(__name__, sys.argv[1:], neighbour.x)\n")
+    main([str(driver), "--config", "a.yaml"])
+    assert capsys.readouterr().out == "__main__ ['--config', 'a.yaml'] 1\n"
+    assert installed() is not None
+    with pytest.raises(SystemExit, match=r"'none\.py' is no file"):
+        main(["none.py"])
