@@ -7,7 +7,7 @@ import json
 import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -180,60 +180,3 @@ def test_a_driver_of_ones_own_is_told_that_it_reads_no_key(
         UnsupportedError, match=r"'policy\.megatron_cfg\.fp8rl' is not read by this"
     ):
         virtual_cluster.init_ray()
-
-
-class Made(Exception):
-    """Upstream's setup has come to its policy; what it gives it."""
-
-
-@pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_upstreams_setup_hands_the_recipe_to_workers_that_train(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`setup` itself, with a stand-in for Ray's cluster, up to the making of its workers."""
-    driver = DRIVERS[name]
-    cls = master_config(driver)
-    module: Any = sys.modules[driver.module]
-
-    def policy(**given: Any) -> None:
-        raise Made(given)
-
-    monkeypatch.setattr(module, "Policy", policy)
-    monkeypatch.setattr(module, "RayVirtualCluster", lambda **given: None)
-    value = copy.deepcopy(upstream(name))
-    value["policy"]["megatron_cfg"]["fp8rl"] = {"pins": {"first": 1}}
-    value["logger"] = {
-        **value["logger"],
-        **{key: False for key in value["logger"] if key.endswith("_enabled")},
-        "log_dir": str(tmp_path / "logs"),
-        "monitor_gpus": False,
-    }
-    value["checkpointing"]["checkpoint_dir"] = str(tmp_path / "checkpoints")
-    data: Any = list(range(1000))
-    with pytest.raises(Made) as made:
-        module.setup(
-            cls(**value), SimpleNamespace(tokenizer=None), data, {} if name == "dpo" else None
-        )
-    (given,) = made.value.args
-    assert given["init_optimizer"], "a model without one stays in BF16"
-    sent = cloudpickle.loads(cloudpickle.dumps(given["config"]))
-    assert trainers_recipe(sent) == Recipe.from_dict(
-        {"pins": {"first": 1}, "rollout": False, "kv_cache": {"in_training": False}}
-    )
-
-
-# --- settings that upstream takes and does not forward (NeMo RL#4126) ---
-
-
-def test_upstream_reads_its_own_pins_nowhere_under_megatron_cfg_and_we_do() -> None:
-    """Its YAMLs have them there; its workers read them under `model_overrides` alone."""
-    value = copy.deepcopy(upstream("sft"))
-    pins = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2}
-    value["policy"]["megatron_cfg"] |= pins
-    assert master_config(DRIVERS["sft"])(**value)  # the naive way: taken without a word
-    code = source("NEMO_RL_SRC") / "nemo_rl"
-    assert not [f for f in code.rglob("*.py") if "first_last_layers_bf16" in f.read_text("utf-8")]
-    value["policy"]["megatron_cfg"]["fp8rl"] = {}
-    recipe = trainers_recipe(master_config(DRIVERS["sft"])(**value).policy)
-    assert recipe is not None
-    assert (recipe.pins.first, recipe.pins.last) == (2, 1)

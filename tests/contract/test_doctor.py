@@ -12,7 +12,7 @@ import pytest
 from fp8rl.plugins.adapters import ConfigRequest
 from nemo_rl_ext.config.drivers import driver_of
 from nemo_rl_ext.doctor.config_file import load_config
-from nemo_rl_ext.doctor.examination import examine, rollout_recipe
+from nemo_rl_ext.doctor.examination import examine
 from nemo_rl_ext.doctor.wake_up import CACHE_KEY
 from support.sources import source
 
@@ -22,26 +22,6 @@ def test_the_page_has_what_the_doctor_says_of_upstreams_fp8_configs() -> None:
     found = nemo_rl_yamls.page(text, source("NEMO_RL_SRC"))
     assert found == text, "run tools/nemo_rl_yamls.py"
     assert found.count("| resolves |") + found.count("| refused (") == 19
-
-
-def test_a_config_with_the_block_says_the_same_as_one_for_which_it_is_supposed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One of our recipes, and the config of upstream's that it is made from."""
-    root = source("NEMO_RL_SRC")
-    configs = root / "examples" / "configs"
-    monkeypatch.setenv("NEMO_RL_CONFIGS", str(configs))
-    name = "grpo-llama3.1-8b-instruct-2n8g-megatron-fp8-e2e.yaml"
-    upstream = examine(ConfigRequest(configs / "recipes" / "llm" / name, root))
-    ours = nemo_rl_yamls.PAGE.parents[1] / "recipes" / "llama3.1-8b-fp8-2n8g.yaml"
-    found = examine(ConfigRequest(ours, root))
-    for key in ("rollout", "training", "importance sampling", "mismatch guard"):
-        assert found.facts[key] == upstream.facts[key]
-    cache = "KV cache when vLLM wakes up"  # ours has the key
-    assert [s for s in found.sections if s.title != cache] == [
-        s for s in upstream.sections if s.title != cache
-    ]
-    assert found.problems == upstream.problems == ()
 
 
 def test_every_config_that_resolves_has_a_recipe_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,17 +71,6 @@ def test_the_kv_cache_of_every_recipe_is_what_the_doctor_says(
         else:
             assert "more" not in told["the config has"], file.stem
     assert own == 10
-
-
-def test_an_export_takes_the_pins_that_the_run_takes_from_upstreams_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    configs = source("NEMO_RL_SRC") / "examples" / "configs"
-    monkeypatch.setenv("NEMO_RL_CONFIGS", str(configs))
-    recipes = nemo_rl_yamls.PAGE.parents[1] / "recipes"
-    recipe = rollout_recipe(recipes / "moonlight-16b-fp8-4n8g.yaml")
-    assert recipe.rollout
-    assert recipe.pins.names == ("*a_proj*", "*b_proj*")
 
 
 def test_the_driver_of_a_config_is_the_one_that_upstream_runs_it_with() -> None:

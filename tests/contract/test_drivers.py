@@ -153,20 +153,15 @@ def test_each_step_refits_all_and_then_calibrates(run: Run) -> None:
     events = re.findall(r"fp8rl: (RefitReport\(|KV scales calibrated)", run.log)
     if run.gpus == 1:  # Ray does not keep the order of lines of two processes
         assert events == ["RefitReport(", "KV scales calibrated"] * STEPS
-    assert events.count("KV scales calibrated") == STEPS
     reports = re.findall(r"RefitReport\(parameters=(\d+), kv_scales=0, tensors=(\d+),", run.log)
     (counts,) = set(reports)
     assert len(reports) == STEPS * run.gpus
     assert int(counts[1]) > int(counts[0]) > 0  # the engine fuses some of what it gets
     groups = {int(n) for n in re.findall(r"Packed (\d+) groups of tensors", run.log)}
     assert min(groups) > 1
-
-
-def test_kv_scales_are_calibrated_anew_after_every_refit(run: Run) -> None:
     told = re.findall(rf"KV scales calibrated from .*: {SCALE}, {SCALE}", run.log)
     assert len(told) == STEPS
     assert all(0 < float(line[value]) < math.inf for line in told for value in (1, 3))
-    assert "KV scales calibrated from 4 prompts" in run.log
     assert run.log.count("sequences of the latest rollouts") == STEPS - 1
 
 

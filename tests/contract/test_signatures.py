@@ -104,34 +104,6 @@ def test_every_class_of_a_drivers_config_is_known() -> None:
     assert found == {driver.module for driver in DRIVERS.values()}
 
 
-def test_the_refit_lifecycle_serves_all_full_transports() -> None:
-    text = file_of("nemo_rl.models.generation.vllm.vllm_backend", source("NEMO_RL_SRC")).read_text(
-        encoding="utf-8"
-    )
-    for transport in ("ipc", "collective", "nccl_reshard"):
-        assert f'self._weight_update_lifecycle("{transport}")' in text
-
-
-def test_the_synchronous_worker_generates_through_its_engine_alone() -> None:
-    tree = tree_of("nemo_rl.models.generation.vllm.vllm_worker")
-    worker = next(n for n in tree.body if getattr(n, "name", None) == "VllmGenerationWorkerImpl")
-    assert isinstance(worker, ast.ClassDef)
-    for name in ("generate", "generate_text"):
-        method = next(n for n in worker.body if getattr(n, "name", None) == name)
-        used = {ast.unparse(n.func) for n in ast.walk(method) if isinstance(n, ast.Call)}
-        assert {call for call in used if call.startswith("self.llm")} == {"self.llm.generate"}
-
-
-@pytest.mark.parametrize("module", ["vllm_worker", "vllm_worker_async"])
-def test_the_parameters_of_a_rollout_are_built_with_keywords(module: str) -> None:
-    calls = [
-        node
-        for node in ast.walk(tree_of(f"nemo_rl.models.generation.vllm.{module}"))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._build_sampling_params"
-    ]
-    assert calls and not any(call.args for call in calls)
-
-
 def test_bridge_takes_a_list_of_pre_wrap_hooks() -> None:
     bridge = source("MEGATRON_BRIDGE_SRC") / "src"
     file = file_of("megatron.bridge.models.model_provider", bridge)
@@ -208,18 +180,6 @@ def test_megatron_lm_has_the_norm_of_queries_that_is_left_out() -> None:
     assert parameters(file, name) == ("self", "module_spec", "module_name")
     text = file.read_text(encoding="utf-8")
     assert "self.linear_impl" in text and "'linear_q_proj'" in text.replace('"', "'")
-
-
-def test_megatron_lm_has_the_linears_that_are_converted() -> None:
-    layers = source("MEGATRON_LM_SRC") / "megatron" / "core"
-    for file, name in (
-        ("tensor_parallel/layers.py", "ColumnParallelLinear"),
-        ("tensor_parallel/layers.py", "RowParallelLinear"),
-        ("extensions/transformer_engine.py", "TELayerNormColumnParallelLinear"),
-        ("extensions/transformer_engine.py", "TERowParallelLinear"),
-    ):
-        text = (layers / file).read_text(encoding="utf-8")
-        assert f"class {name}(" in text, name
 
 
 def test_no_source_of_upstream_is_in_this_repository() -> None:

@@ -17,7 +17,6 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 from ray import cloudpickle
 from vllm import SamplingParams
-from vllm.logprobs import FlatLogprobs
 
 import vllm_fp8rl
 from fp8rl import Recipe
@@ -154,40 +153,6 @@ def test_a_rollout_is_upstreams_to_the_bit(worker: Any, folder: Path) -> None:
         assert torch.equal(ours[key], theirs[key]), key
     sampled = ours["logprobs"] != 0
     assert sampled.sum() == TOKENS * len(PROMPTS)
-
-
-def test_a_batch_of_nothing_is_upstreams(worker: Any) -> None:
-    nothing = BatchedDataDict(
-        {"input_ids": torch.zeros(0, 4), "input_lengths": torch.zeros(0, dtype=torch.long)}
-    )
-    assert worker.generate(nothing)["logprobs"].shape == (0, 0)
-
-
-def test_vllm_gives_log_probabilities_in_flat_lists(
-    worker: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An object for each token would keep the garbage collector busy."""
-    refit(worker, folder / "a")
-    generate(worker)  # which calibrates
-    llm: Any = worker.llm.__wrapped__
-    seen, inner = [], llm.generate
-
-    def generated(*args: Any, **options: Any) -> Any:
-        outputs = inner(*args, **options)
-        seen.extend(type(output.outputs[0].logprobs) for output in outputs)
-        return outputs
-
-    monkeypatch.setattr(llm, "generate", generated)
-    generate(worker)
-    assert seen == [FlatLogprobs] * len(PROMPTS)
-
-
-def test_asynchronous_requests_ask_for_flat_lists_too() -> None:
-    worker = object.__new__(Fp8VllmAsyncGenerationWorkerImpl)
-    worker.SamplingParams = SamplingParams
-    worker.cfg = {"temperature": 1.0, "top_p": 1.0, "top_k": None, "stop_token_ids": []}
-    params = worker._build_sampling_params(greedy=False, stop_strings=None, max_new_tokens=3)
-    assert params.flat_logprobs and params.logprobs == 0 and params.max_tokens == 3
 
 
 def test_the_engines_workers_get_our_extension() -> None:

@@ -33,9 +33,9 @@ def test_the_list_names_the_folder_and_every_recipe() -> None:
         assert len(lines[lines.index(stem) + 1].strip()) > 20
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b-fp8-kv-1n8g", "qwen3-8b-fp8-kv-1n8g.yaml"])
-def test_a_name_gives_the_path_alone(name: str) -> None:
-    assert run(name).stdout == f"{ROOT / 'recipes' / 'qwen3-8b-fp8-kv-1n8g.yaml'}\n"
+def test_a_name_gives_the_path_alone() -> None:
+    path = f"{ROOT / 'recipes' / 'qwen3-8b-fp8-kv-1n8g.yaml'}\n"
+    assert run("qwen3-8b-fp8-kv-1n8g").stdout == run("qwen3-8b-fp8-kv-1n8g.yaml").stdout == path
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,6 @@ def test_a_name_gives_the_path_alone(name: str) -> None:
     [
         ("moonlight-16b-fp8.yaml", "did you mean 'moonlight-16b-fp8-4n8g'?"),
         ("keys", "'fp8rl recipes' lists them."),
-        ("../README", "'fp8rl recipes' lists them."),
     ],
 )
 def test_an_unknown_name_is_refused(name: str, hint: str) -> None:

@@ -18,6 +18,7 @@ from fp8rl.errors import RefitError, ScaleError
 from fp8rl.kv_scales import scale_name
 from support.attention import fake_quantized
 from support.engine import KV_SCALE, SCALES, VOCAB, Engine, load_tensors
+from support.hf_reference import load_reference
 from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales, set_uncalibrated_kv_scales
 from vllm_fp8rl.kv.observer import ObservedImpl, observed, start_observing, stop_observing
 from vllm_fp8rl.kv.scales import forget_kv_scales, fp8_layers, kv_scale_state, set_kv_scales

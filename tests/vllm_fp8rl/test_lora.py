@@ -9,6 +9,7 @@ from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import Pins
 from support.engine import KV_SCALE, PROMPTS, SCALES, Engine, load_tensors, same_bits
+from support.hf_reference import Reference, load_reference
 from support.lora import LORA, adapter, with_adapter
 from vllm_fp8rl.calibration import send_kv_scales
 from vllm_fp8rl.refit import refit

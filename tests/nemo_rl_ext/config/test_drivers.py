@@ -18,16 +18,13 @@ from nemo_rl_ext.config.drivers import (
     Driver,
     check_places,
     driver_of,
-    find,
     meant,
 )
-from nemo_rl_ext.config.keys import READERS, Sections
-from nemo_rl_ext.config.merge import read
+from nemo_rl_ext.config.keys import READERS
 from nemo_rl_ext.config.plan import RunPlan
-from nemo_rl_ext.config.upstream import prepare
 from nemo_rl_ext.patch_finder import PATCHES, PatchFinder
 from nemo_rl_ext.patches import config as config_patch
-from support.nemo_rl import MasterConfig, Section, put
+from support.nemo_rl import MasterConfig, put
 from support.processes import run_code
 
 ALL = [pytest.param(driver, id=driver.name) for driver in DRIVERS.values()]
@@ -115,11 +112,9 @@ def test_a_block_is_read_or_refused_wherever_it_stands(driver: Driver) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "fp8_rl",
         "fp8lr",
         "policy.megatron_cfg.fp8rl",
         "fp8rl_cfg",  # beside upstream's fp8_cfg
-        "fp8rl.pins",
         "nemo_fp8rl_recipe",
         "fp8rl_gard",
     ],
@@ -182,10 +177,7 @@ NOT_BY_DTENSOR = "'policy.megatron_cfg.enabled' true"
         ),
         ("grpo", {"loss_fn.fp8rl": {"pins": {"first": 1}}}, "pins' has no effect"),
         ("distillation", {ROLLOUTS: HIGH}, "no effect: run_distillation.py has no use for it"),
-        *(
-            (name, {TRAINER: {}, **BY_DTENSOR}, NOT_BY_DTENSOR)
-            for name in ("sft", "dpo", "distillation", "grpo")
-        ),
+        *((name, {TRAINER: {}, **BY_DTENSOR}, NOT_BY_DTENSOR) for name in ("sft", "grpo")),
         *(
             (
                 name,
@@ -208,26 +200,10 @@ def test_a_refusal_names_the_key_the_reason_and_the_remedy(
     assert message in str(raised.value)
 
 
-def test_null_is_no_key() -> None:
-    """By which a teacher of the same YAML anchor is left out."""
-    block = {"kv_cache": {"dtype": "auto"}}
-    value = config(block, "policy.megatron_cfg", "policy.generation.vllm_cfg")
-    put(value, "teacher.megatron_cfg.fp8rl", None)
-    keys = read(Sections(value, DRIVERS["distillation"]))
-    assert keys is not None
-    assert keys.recipe.rollout
-    assert keys.recipe.training
-
-
 def test_names_of_environment_variables_and_of_upstream_are_not_taken_for_keys() -> None:
     ours = ("FP8RL_AUTOLOAD", "FP8RL_BLOCK_PLUGINS", "FP8RL_RECIPE")
     for name in (*ours, "fp8", "fp8_cfg", "fp8_param", "fp8_recipe"):
         assert meant(name) is None, name
-
-
-def test_models_are_looked_into() -> None:
-    given = {"teachers": [Section(megatron_cfg={"fp8rl": {}})]}  # type: ignore[call-arg]
-    assert [path for path, *_ in find(given)] == ["teachers[0].megatron_cfg.fp8rl"]
 
 
 @pytest.mark.parametrize("driver", ALL)
@@ -249,13 +225,6 @@ def test_the_check_of_a_config_without_keys_imports_nothing_of_ours() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_config_without_a_policy_is_refused_by_its_key() -> None:
-    """As that of `run_eval.py`, whose `generation` stands at the top."""
-    value: Any = Section(fp8rl={}, generation={})  # type: ignore[call-arg]
-    with pytest.raises(RecipeError, match=r"'fp8rl' is set, but .* run_eval\.py serves none"):
-        prepare(value, DRIVERS["eval"], lambda key: None)
-
-
 # --- what is served ---
 
 
@@ -275,22 +244,16 @@ def test_supervised_training_runs_in_fp8(name: str) -> None:
 
 
 def test_distillation_rolls_out_and_trains_its_student_in_fp8() -> None:
-    sections = ("policy.megatron_cfg", "policy.generation.vllm_cfg")
-    value = config({}, *sections)
+    value = config({}, "policy.megatron_cfg", "policy.generation.vllm_cfg")
     value["loss_fn"] = {"kl_type": "mixed"}  # no correction to ask for
-    keys = read(Sections(value, DRIVERS["distillation"]))
-    assert keys is not None
-    calibrates, attends = keys.notes[-2:]  # its refits carry no KV scales
-    assert "vLLM calibrates them itself" in calibrates and "kv_cache.in_training false" in attends
-    assert not keys.recipe.kv_cache.in_training
+    put(value, "teacher.megatron_cfg.fp8rl", None)  # no key: the teacher has a YAML anchor's copy
     prepared = made(DRIVERS["distillation"], value)
-    vllm = prepared.policy["generation"]["vllm_kwargs"]
-    assert (vllm["quantization"], vllm["kv_cache_dtype"]) == ("fp8rl", "fp8_e4m3")
-    assert keys.kv_scales == "engine"
+    plan = RunPlan.of(prepared.policy)
+    assert plan is not None and plan.recipe.rollout and plan.recipe.training
+    assert plan.kv_scales == "engine", "its refits carry none"
+    assert not plan.recipe.kv_cache.in_training
+    assert prepared.policy["generation"]["vllm_kwargs"]["kv_cache_dtype"] == "fp8_e4m3"
     assert prepared.teacher == value["teacher"]
-    put(value, "policy.generation.vllm_cfg.expert_parallel_size", 2)
-    with pytest.raises(UnsupportedError, match="expert_parallel_size"):
-        made(DRIVERS["distillation"], value)
 
 
 # --- every key of a recipe arrives ---
@@ -383,16 +346,3 @@ def test_a_block_is_a_plain_dict_to_all_who_log_or_save_it() -> None:
     again = made(DRIVERS["sft"], saved)  # resumed from what a checkpoint keeps
     assert again.model_dump() == prepared.model_dump()
     assert copy.deepcopy(prepared.policy) == prepared.policy
-
-
-@pytest.mark.parametrize("driver", ALL)
-def test_preparing_twice_changes_nothing_more(driver: Driver) -> None:
-    if not driver.serves:
-        return
-    value = config({"kv_cache": {"dtype": "auto"}}, *driver.serves)
-    value["fp8rl"] = {"kv_cache": {"dtype": "auto"}}
-    once = made(driver, value)
-    before = once.model_dump()
-    prepare(once, driver, lambda key: None)
-    assert once.model_dump() == before
-    assert made(driver, before).model_dump() == before

@@ -13,12 +13,8 @@ from nemo_rl_ext.config.keys import Sections
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.plan import RunPlan
 
-INT8 = {"kv_cache": {"dtype": "int8_per_token_head"}}
 
-
-def plan(
-    block: dict[str, Any], driver: str = "grpo", *, megatron: bool = True, trainer: bool = True
-) -> RunPlan:
+def plan(block: dict[str, Any], *, megatron: bool = True, trainer: bool = True) -> RunPlan:
     """The plan of a config with the block in the rollouts and, unless told, in the trainer."""
     ours = {"fp8rl": block} if trainer else {}
     policy = {
@@ -27,40 +23,20 @@ def plan(
         "megatron_cfg": {"enabled": megatron, **ours},
     }
     loss = {"use_importance_sampling_correction": True}
-    found = read(Sections({"policy": policy, "loss_fn": loss}, DRIVERS[driver]))
+    found = read(Sections({"policy": policy, "loss_fn": loss}, DRIVERS["grpo"]))
     assert found is not None
     return found
 
 
-@pytest.mark.parametrize(
-    ("made", "kv_scales", "rounded_as"),
-    [
-        (plan({}), "trainer", "fp8_e4m3"),
-        (plan({}, trainer=False), "trainer", "fp8_e4m3"),
-        (plan({}, megatron=False), "engine", "auto"),
-        (plan({}, "ppo"), "engine", "auto"),
-        (plan({"kv_cache": {"in_training": False}}), "trainer", "auto"),
-        (plan({"kv_cache": {"dtype": "auto"}}), None, "auto"),
-        (plan({"rollout": False}), None, "auto"),
-        (plan(INT8), None, "int8_per_token_head"),
-        (plan(INT8, "ppo"), None, "int8_per_token_head"),
-        (plan(INT8, megatron=False), None, "auto"),
-    ],
-)
-def test_who_makes_kv_scales_and_what_the_trainer_rounds(
-    made: RunPlan, kv_scales: str | None, rounded_as: str
-) -> None:
-    assert (made.kv_scales, made.rounded_as) == (kv_scales, rounded_as)
-
-
 def test_whose_trainer_it_is() -> None:
-    assert (plan({}).of_trainer, plan({}).replaces_trainer) == (plan({}).recipe, True)
-    # It may send KV scales to our engines.
-    assert (plan({}, trainer=False).of_trainer, plan({}, trainer=False).replaces_trainer) == (
-        None,
-        True,
-    )
+    whole, rollouts = plan({}), plan({}, trainer=False)
+    assert (whole.of_trainer, whole.replaces_trainer) == (whole.recipe, True)
+    assert (rollouts.of_trainer, rollouts.replaces_trainer) == (None, True), "it may send KV scales"
     assert not plan({}, megatron=False).replaces_trainer
+    assert whole.kv_scales == rollouts.kv_scales == "trainer"
+    own, none = plan({"kv_cache": {"in_training": False}}), plan({"rollout": False})
+    assert (own.kv_scales, own.rounded_as) == ("trainer", "auto")
+    assert (none.kv_scales, none.rounded_as) == (None, "auto")
 
 
 def test_a_plan_is_read_as_it_was_made_and_stays_so() -> None:

@@ -26,35 +26,14 @@ def load(tmp_path: Path) -> Any:
 def test_numbers_of_yaml_1_1_are_refused_in_our_blocks_alone(tmp_path: Path) -> None:
     """Upstream's files have hours as 00:03:35:00."""
     file = tmp_path / "x.yaml"
-    theirs = "checkpointing: {checkpoint_must_save_by: 00:03:35:00}\n"
-    file.write_text(theirs + "policy: {megatron_cfg: {fp8rl: {pins: {layers: [10]}}}}\n")
+    theirs = "grpo: {seeds: &all [010], must_save_by: 00:03:35:00}\n"
+    ours = theirs + "policy: {megatron_cfg: {fp8rl: {pins: {layers: %s}}}}\n"
+    file.write_text(ours % "[10]")
     assert load_config(file)["policy"]["megatron_cfg"]["fp8rl"]["pins"]["layers"] == [10]
-    file.write_text(theirs + "policy: {megatron_cfg: {fp8rl: {pins: {layers: [010]}}}}\n")
-    with pytest.raises(RecipeError, match=r"policy\.megatron_cfg\.fp8rl\.pins\.layers\.0' is 010"):
-        load_config(file)
-    theirs = "grpo: {seeds: &all [010]}\n"  # an alias brings theirs into ours
-    file.write_text(theirs + "policy: {megatron_cfg: {fp8rl: {pins: {layers: *all}}}}\n")
-    with pytest.raises(RecipeError, match=r"policy\.megatron_cfg\.fp8rl\.pins\.layers\.0' is 010"):
-        load_config(file)
-
-
-def test_children_lie_over_their_parents_and_the_last_parent_over_the_first(load: Any) -> None:
-    assert load(
-        a="defaults: b.yaml\none: 1\nsection: {keep: 1, change: 1}",
-        b="zero: 0\none: 0",
-        c="section: {change: 2, one: '${one}'}",
-        x="defaults: [a.yaml, c.yaml]\none: 4\nmore: {keep: '${section.keep}'}",
-    ) == {
-        "zero": 0,
-        "one": 4,
-        "section": {"keep": 1, "change": 2, "one": 4},
-        "more": {"keep": 1},
-    }
-
-
-def test_a_section_can_replace_its_parents(load: Any) -> None:
-    made = load(a="s: {one: 1}", x="defaults: a.yaml\ns: {_override_: true, two: 2}")
-    assert made == {"s": {"two": 2}}
+    for octal in ("[010]", "*all"):  # an alias brings theirs into ours
+        file.write_text(ours % octal)
+        with pytest.raises(RecipeError, match=r"megatron_cfg\.fp8rl\.pins\.layers\.0' is 010"):
+            load_config(file)
 
 
 def test_interpolations_compute_as_in_nemo_rl(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,20 +52,12 @@ def test_interpolations_compute_as_in_nemo_rl(load: Any, monkeypatch: pytest.Mon
         ("a: [", RecipeError, r"x\.yaml' is not valid YAML at line 1"),
         ("a: 1\na: 2", RecipeError, r"x\.yaml'\.a' is given twice"),
         ("- 1", RecipeError, r"x\.yaml' holds a list, not a mapping of config keys; correct it"),
-        ("", RecipeError, r"holds a NoneType, not a mapping"),
-        (
-            "defaults: none.yaml",
-            OptionError,
-            r"none\.yaml' cannot be read \(No such file .*x\.yaml",
-        ),
+        ("defaults: none.yaml", OptionError, r"none\.yaml' cannot be read \(No such .*x\.yaml"),
         ("defaults: x.yaml", RecipeError, r"x\.yaml' is a parent of itself; correct"),
         ("a: {b: '${none.c}'}", RecipeError, r"cannot be resolved at 'a\.b': Interpolation key"),
         ("a: ${oc.env:NO_SUCH_NAME}", RecipeError, r"variable 'NO_SUCH_NAME' not found"),
-        ("a: ${unknown:1}", RecipeError, r"cannot be resolved at 'a': Unsupported interpolation"),
         ("a: ${div:1,0}", RecipeError, r"cannot be resolved at 'a': ZeroDivisionError"),
-        ("a: ${", RecipeError, r"cannot be resolved"),
         ("defaults: 3\na: 1", RecipeError, r"'defaults' of .*x\.yaml' is 3"),
-        ("defaults: {a: 1}\na: 1", RecipeError, r"'defaults' of .*x\.yaml' is"),
     ],
 )
 def test_what_cannot_be_read(text: str, error: type[Fp8RLError], message: str, load: Any) -> None:

@@ -54,14 +54,14 @@ def table(section: Section) -> dict[str, str]:
     return {row[0]: row[1] for row in section.rows}
 
 
+TIED = {**DENSE, "tie_word_embeddings": True}
 # As a config.json of the hub has it.
 RENAMED = {**{k: v for k, v in MOE.items() if k != "num_experts"}, "num_local_experts": 8}
 
 
 @pytest.mark.parametrize(
     ("model", "config"),
-    [(model, model) for model in (DENSE, MOE, {**DENSE, "tie_word_embeddings": True})]
-    + [(MOE, {"text_config": RENAMED})],
+    [(DENSE, DENSE), (TIED, TIED), (MOE, {"text_config": RENAMED})],
 )
 def test_one_rank_holds_the_whole_model(model: dict[str, Any], config: dict[str, Any]) -> None:
     assert Sizes(ModelSpec.of(config), 1).elements(rows_of(model)) == parameters(model)
@@ -88,43 +88,33 @@ def test_weights_take_what_vllm_reports(precision: str, reported: float) -> None
 
 
 def test_rollouts() -> None:
-    rows = rows_of(DENSE, first=1)
+    rows, model = rows_of(DENSE, first=1), ModelSpec.of(DENSE)
     sections = run(tensor_parallel_size=2, gpu_memory_utilization=0.5)
-    need = Sizes(ModelSpec.of(DENSE), 2).bytes(rows, 2, "fp8_e4m3")
+    need = Sizes(model, 2).bytes(rows, 2, "fp8_e4m3")
     assert need.codes == 5 * (256 * 64 * (8 + 4 + 4 + 8) + 3 * 256 * 384) // 2
     problems: list[str] = []
 
     def show(dtype: KVDtype, gpu_memory: float | None = None) -> dict[str, str]:
-        model = ModelSpec.of(DENSE)
         return table(*memory.rollout_section(sections, model, rows, dtype, gpu_memory, problems))
 
     shown = show("fp8_e4m3")
-    # 6 layers, K and V, 2 heads on a rank, 64 elements of a byte, or of two
+    # 6 layers, K and V, 2 heads on a rank: 64 elements of a byte, or of two; INT8's have a scale
     assert shown["KV cache, bytes a token"] == "1,536 in FP8; 3,072 in BF16"
     assert shown["of these"].startswith(f"{gib(need.codes)} FP8 codes")
     assert shown["tokens in a GiB of cache"] == f"{GIB // 1536:,}"
-    shown_int8 = show("int8_per_token_head")
-    # 6 layers, K and V, 2 heads on a rank: 64 codes and a scale of 4 bytes each
-    assert shown_int8["KV cache, bytes a token"] == "1,632 in INT8; 3,072 in BF16"
+    shown = show("int8_per_token_head")
+    assert shown["KV cache, bytes a token"] == "1,632 in INT8; 3,072 in BF16"
     assert shown["room for the cache"].startswith("50% of a GPU less the weights")
-    shown = show("fp8_e4m3", 2.0)
-    assert shown["tokens that fit"] == f"{(GIB - need.weights) // 1536:,}"
+    assert show("fp8_e4m3", 2.0)["tokens that fit"] == f"{(GIB - need.weights) // 1536:,}"
     assert not problems
-    shown = show("fp8_e4m3", 0.001)
-    assert shown["tokens that fit"] == "0"
+    assert show("fp8_e4m3", 0.001)["tokens that fit"] == "0"
     assert "more than the 50% of 0.001 GiB that vLLM may use; raise 'policy" in problems[0]
+    # A cache of a given size needs no size of the GPU.
+    sections.generation["vllm_kwargs"] = {"kv_cache_memory_bytes": 3072 * 10}  # type: ignore[index]
+    assert show("auto")["tokens that fit"] == "10"
 
 
-def test_a_cache_of_a_given_size_needs_no_size_of_the_gpu() -> None:
-    sections = run()
-    sections.generation["vllm_kwargs"] = {"kv_cache_memory_bytes": 3 * 6144 * 10}  # type: ignore[index]
-    model, rows = ModelSpec.of(DENSE), rows_of(DENSE)
-    shown = table(*memory.rollout_section(sections, model, rows, "auto", None, []))
-    assert shown["tokens that fit"] == "30"
-    assert shown["KV cache, bytes a token"] == "6,144"
-
-
-RM, MATH = {"env_name": "reward_model"}, {"env_name": "math"}
+RM = {"env_name": "reward_model"}
 TEACHERS = {
     "enabled": True,
     "teacher_model_by_agent_name": {"math": "big", "code": "big", "chat": "other"},
@@ -143,40 +133,28 @@ POLICY_TEACHERS = "on_policy_distillation"
     [
         ("grpo", 2, {}, 16),
         ("grpo", 1, {"data": {"default": RM}}, 6),
-        ("ppo", 4, {"data": {"train": [MATH, RM]}}, 24),
+        ("ppo", 4, {"data": {"train": [{"env_name": "math"}, RM]}}, 24),
         ("distillation", 4, {"data": {"default": RM}}, 32),
         ("grpo", 8, {POLICY_TEACHERS: TEACHERS}, 24),
         ("grpo", 16, {POLICY_TEACHERS: EACH}, 56),
-        ("grpo", 8, {POLICY_TEACHERS: TEACHERS | {"enabled": False}}, 64),
         ("single_controller", 8, {POLICY_TEACHERS: TEACHERS}, 64),
     ],
 )
-@pytest.mark.parametrize(
-    ("resources", "rollout"),
-    [
-        (None, None),
+def test_gpus_of_reward_models_and_teachers_are_not_the_runs(
+    driver: str, nodes: int, settings: dict[str, Any], left: int
+) -> None:
+    for resources, rollout in (
+        (None, left),
         ({"num_nodes": 1, "gpus_per_node": 4}, 4),
         ({"num_nodes": None, "gpus_per_node": 2}, 2),
-    ],
-)
-def test_gpus_of_reward_models_and_teachers_are_not_the_runs(
-    driver: str,
-    nodes: int,
-    settings: dict[str, Any],
-    left: int,
-    resources: dict[str, Any] | None,
-    rollout: int | None,
-) -> None:
-    expected = memory.GPUs(left, left, shared=True)
-    kinds: list[dict[str, Any] | None] = [None, {"enabled": True}]
-    if resources is not None and rollout is not None:
-        expected = memory.GPUs(rollout, left - rollout, shared=False)
-        kinds = [{"enabled": False, "resources": resources}]
-    for colocated in kinds:
+    ):
+        colocated = {"enabled": resources is None, "resources": resources}
         config = {
             "policy": {"generation": {"backend": "vllm", "colocated": colocated}},
             "env": {"reward_model": {"resources": {"num_nodes": 1, "gpus_per_node": 2}}},
             "cluster": {"num_nodes": nodes, "gpus_per_node": 8},
             **settings,
         }
+        shared = resources is None
+        expected = memory.GPUs(rollout, left if shared else left - rollout, shared=shared)
         assert memory.gpus_of(Sections(config, DRIVERS[driver])) == expected

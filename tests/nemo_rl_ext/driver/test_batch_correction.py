@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -75,33 +76,35 @@ def test_scales_that_were_outgrown_are_counted(in_pieces: bool) -> None:
 
 
 def test_rejected_sequences_leave_the_sample_mask_and_tokens_the_token_mask() -> None:
-    data = batch([0.0, 1.0])
-    BatchCorrection(ImportanceSampling(rejection=Rejection(level="geometric", high=2.0))).correct(
-        data
-    )
-    assert data["sample_mask"].tolist() == [1.0, 0.0]
+    def rejected(level: str) -> dict[str, torch.Tensor]:
+        data = batch([0.0, 1.0])
+        data["prev_logprobs"][1, 3:] -= 1.0
+        rejection = Rejection(level=level, high=1.5)
+        BatchCorrection(ImportanceSampling(rejection=rejection)).correct(data)
+        return data
 
-    data = batch([0.0, 0.0])
-    data["prev_logprobs"][0, 2] += 1.0
-    BatchCorrection(ImportanceSampling(rejection=Rejection(level="token", high=2.0))).correct(data)
+    assert rejected("geometric")["sample_mask"].tolist() == [1.0, 0.0]
+    data = rejected("token")
     assert data["sample_mask"].tolist() == [1.0, 1.0]
-    assert data["token_mask"].tolist() == [[0, 1, 0, 1, 1], [0, 1, 1, 1, 1]]
+    assert data["token_mask"].tolist() == [[0, 1, 1, 1, 1], [0, 0, 0, 1, 1]]
 
 
-def test_a_batch_that_is_rejected_whole_leaves_the_step_out() -> None:
-    rejection = Rejection(level="sequence", high=1.5)
-    run = BatchCorrection(ImportanceSampling(rejection=rejection), MismatchGuard(bounds()))
+def test_a_batch_that_is_rejected_whole_leaves_the_step_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = ImportanceSampling(rejection=Rejection(level="sequence", high=1.5))
+    run = BatchCorrection(settings, MismatchGuard(bounds()))
     metrics = run.correct(batch([0.2, 0.2]))  # e^0.8 for four tokens; 1.22 is above tighten_above
     assert "fp8rl/guard_rejected_share" not in metrics, "the guard tightens nothing there"
     assert metrics["fp8rl/step_skipped"] == 1.0
     assert metrics["fp8rl/guard_level"] == LEVELS.index("skip")
 
-    data = batch([1.0, 1.0])
-    run = BatchCorrection(ImportanceSampling(rejection=rejection))
+    data, run = batch([1.0, 1.0]), BatchCorrection(settings)
     metrics = run.correct(data)
     assert metrics["fp8rl/all_rejected"] == metrics["fp8rl/step_skipped"] == 1.0
     assert data["sample_mask"].tolist() == [1.0, 1.0]
     assert run.skips
+    assert "widen the bounds of loss_fn.fp8rl.importance_sampling" in caplog.text
     run.correct(batch([0.0, 0.0]))
     assert not run.skips
 
@@ -178,9 +181,9 @@ FAR = 0.2
 """Outside the guard's geometric bounds; its error, 1.22, tightens and does not skip."""
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_batch_that_the_tight_level_empties_is_left_out_and_counts(rows: int) -> None:
+def test_a_batch_that_the_tight_level_empties_is_left_out_and_counts() -> None:
     """Naively all of it is trained on, with its weights."""
+    rows = 3
     run = BatchCorrection(ImportanceSampling(), MismatchGuard(bounds(fallback_after=2)))
     for _ in range(2):
         data = batch([FAR] * rows)
@@ -211,7 +214,6 @@ def test_a_piece_that_the_tight_level_empties_is_not_trained_on(empty_first: boo
 
 SETTINGS_THAT_EMPTY = {
     "sequence": ImportanceSampling(rejection=Rejection(level="sequence", high=1.0001)),
-    "token": ImportanceSampling(rejection=Rejection(level="token", high=1.0001)),
     "veto": ImportanceSampling(token_veto=0.9999),
     "weights": ImportanceSampling(mode="mask", low=0.9999, high=1.0001),
 }
@@ -245,11 +247,6 @@ def test_steps_left_out_for_either_reason_make_one_row_and_a_step_that_trains_en
         run.correct(batch([gap]))
     with pytest.raises(UnsupportedError, match=r"skip_above=1\.5 in 2 and rejection .* in 1\)"):
         run.correct(batch([1.0]))
-
-
-def test_without_a_guard_an_emptied_step_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
-    BatchCorrection(SETTINGS_THAT_EMPTY["token"]).correct(batch([1.0]))
-    assert "widen the bounds of loss_fn.fp8rl.importance_sampling" in caplog.text
 
 
 def test_a_batch_that_upstreams_threshold_has_emptied_is_left_out_and_counts() -> None:
@@ -314,8 +311,7 @@ def test_the_guard_rises_at_once_falls_after_good_steps_and_ends_the_run_after_s
     ],
 )
 def test_a_step_far_off_is_left_out_and_then_the_run_ends(bf16: bool, message: str) -> None:
-    guard = MismatchGuard(bounds(fallback_after=1), bf16=bf16)
-    run = BatchCorrection(ImportanceSampling(), guard)
+    run = BatchCorrection(ImportanceSampling(), MismatchGuard(bounds(fallback_after=1), bf16=bf16))
     assert run.correct(batch([1.0]))["fp8rl/step_skipped"] == 1.0
     assert run.skips
     with pytest.raises(UnsupportedError, match=message):
@@ -362,10 +358,14 @@ def test_the_first_ten_steps_lower_the_bounds(
     assert early.asks(1.29) == "normal"
 
 
-def test_the_guards_settings_are_checked() -> None:
-    with pytest.raises(RecipeError, match=r"'loss_fn\.fp8rl_guard\.skip'"):
-        GuardConfig.from_dict({"skip": 2}, where="loss_fn.fp8rl_guard")
-    with pytest.raises(RecipeError, match="release_below <= tighten_above"):
-        GuardConfig.from_dict({"tighten_above": 3.0}, where="loss_fn.fp8rl_guard")
-    with pytest.raises(RecipeError, match="must be a mapping"):
-        GuardConfig.from_dict(3, where="loss_fn.fp8rl_guard")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"skip": 2}, r"'loss_fn\.fp8rl_guard\.skip'"),
+        ({"tighten_above": 3.0}, "release_below <= tighten_above"),
+        (3, "must be a mapping"),
+    ],
+)
+def test_the_guards_settings_are_checked(given: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        GuardConfig.from_dict(given, where="loss_fn.fp8rl_guard")

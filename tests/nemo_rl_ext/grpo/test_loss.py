@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from fp8rl import PluginManager, Recipe, hookimpl
 from fp8rl.errors import BatchError, PluginError, RecipeError
@@ -41,17 +40,6 @@ MODES = {
     "cispo": GRPOConfig(loss_mode="cispo", clip_low=1.0),
     "cispo, sequence": GRPOConfig(loss_mode="cispo", loss_aggregation="sequence"),
 }
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_every_clip_decides_somewhere(mode: str) -> None:
-    """Guards test_formulas.py: such batches reach the branches it is about."""
-    config = MODES[mode]
-    _, metrics = GRPOLoss(config, OFF, PLUGINS)(*make(0, 32, 8).args())
-    assert metrics["clip_high_share"] > 0
-    assert (metrics["clip_low_share"] > 0) == (config.clip_low < 1)
-    if config.dual_clip is not None:
-        assert metrics["dual_clip_share"] > 0
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -103,18 +91,16 @@ def test_only_the_current_policy_gets_a_gradient() -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("garbage", [math.nan, -math.inf, 1e30])
+@pytest.mark.parametrize("garbage", [math.nan, -math.inf])
 def test_masked_places_never_leak(garbage: float, level: str) -> None:
     b = make(3, 4, 5)
     loss_fn = GRPOLoss(MODES["ppo"], HARD.model_copy(update={"level": level}), PLUGINS)
     loss, metrics = loss_fn(*b.args())
     loss.backward()
-    dirty = [x.detach().masked_fill(~b.mask, garbage) for x in (b.current, b.old, b.rollout)]
-    current = dirty[0].requires_grad_()
-    wide = b.advantages[:, None].expand(4, 5).masked_fill(~b.mask, garbage)
-    got, got_metrics = loss_fn(
-        current, *dirty[1:], wide, b.mask, b.reference.masked_fill(~b.mask, garbage)
-    )
+    wide = b.advantages[:, None].expand(4, 5)
+    given = (b.current, b.old, b.rollout, wide, b.reference)
+    current, *others, reference = (x.detach().masked_fill(~b.mask, garbage) for x in given)
+    got, got_metrics = loss_fn(current.requires_grad_(), *others, b.mask, reference)
     got.backward()
     assert torch.equal(got, loss)
     assert torch.equal(current.grad, b.current.grad)
@@ -124,27 +110,21 @@ def test_masked_places_never_leak(garbage: float, level: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_an_all_rejected_batch_gives_zero_and_says_so(mode: str) -> None:
     b = make(3, 4, 5)
-    nothing = ImportanceSampling(
-        self_normalize=True, rejection=Rejection(level="sequence", low=1e6)
-    )
+    nothing = HARD.model_copy(update={"rejection": Rejection(level="sequence", low=1e6)})
     loss, metrics = GRPOLoss(MODES[mode], nothing, PLUGINS)(*b.args())
     loss.backward()
-    assert loss.item() == 0.0
-    assert b.current.grad.abs().sum() == 0.0
+    assert loss.item() == b.current.grad.abs().sum() == metrics["loss_tokens"] == 0
     assert metrics["all_rejected"] == 1.0
-    assert metrics["loss_tokens"] == 0
     assert all(math.isfinite(v) for v in metrics.values())
 
 
 def test_an_empty_micro_batch_gives_zero() -> None:
-    b = make(3, 2, 5)
-    empty = torch.zeros(2, 5, dtype=torch.bool)
-    loss, metrics = GRPOLoss(GRPOConfig(), OFF, PLUGINS)(
-        *b.args()[:4], empty, correction=Correction(torch.zeros(2, 5), empty, {}), normalizer=8
-    )
+    b, empty = make(3, 2, 5), torch.zeros(2, 5, dtype=torch.bool)
+    correction = Correction(torch.zeros(2, 5), empty, {})
+    loss_fn = GRPOLoss(GRPOConfig(), OFF, PLUGINS)
+    loss, metrics = loss_fn(*b.args()[:4], empty, correction=correction, normalizer=8)
     loss.backward()
-    assert loss.item() == 0.0
-    assert b.current.grad.abs().sum() == 0.0
+    assert loss.item() == b.current.grad.abs().sum() == 0.0
     assert merge_metrics([metrics])["ratio_mean"] == 0.0
     assert merge_metrics([]) == {}
 
@@ -164,46 +144,25 @@ def test_bfloat16_logprobs_give_a_float32_loss() -> None:
     assert current.grad.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"clip_lo": 0.2}, "clip_lo"),
-        ({"clip_low": 0.0}, "clip_low"),
-        ({"clip_high": math.inf}, "clip_high"),
-        ({"dual_clip": 1.0}, "dual_clip"),
-        ({"kl_coefficient": -0.1}, "kl_coefficient"),
-        ({"loss_aggregation": "mean"}, "loss_aggregation"),
-        ({"loss_mode": "gspo"}, "'gspo' clips whole .*loss_aggregation"),
-        ({"loss_mode": "gspo_token"}, "'gspo_token' clips whole .*loss_aggregation"),
-        ({"loss_mode": "cispo", "dual_clip": 3.0}, "'cispo' .*remove dual_clip"),
-    ],
-)
-def test_bad_settings_are_errors(bad: dict, message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        GRPOConfig(**bad)
-
-
-@pytest.mark.parametrize("gap", [87.0, 89.0, 1e30])
+@pytest.mark.parametrize("gap", [-1e30, -89.0, 89.0, 1e30])
 @pytest.mark.parametrize("clamp", [20.0, 88.0])
 def test_the_kl_term_is_finite_at_any_distance(clamp: float, gap: float) -> None:
-    """Each way, forwards and backwards, whatever the recipe lets the clamp be."""
+    """Forwards and backwards, whatever the recipe lets the clamp be."""
     settings = ImportanceSampling(log_ratio_clamp=clamp)
     loss_fn = GRPOLoss(GRPOConfig(kl_coefficient=0.5), settings, PLUGINS)
-    for sign in (1.0, -1.0):
-        current = torch.tensor([[0.0]]).add(min(0.0, -sign * gap)).requires_grad_()
-        reference = torch.tensor([[0.0]]).add(min(0.0, sign * gap))
-        fixed = current.detach()
-        loss, metrics = loss_fn(current, fixed, fixed, torch.ones(1), torch.ones(1, 1), reference)
-        loss.backward()
-        assert current.grad is not None and current.grad.isfinite().all()
-        x = max(-clamp, min(clamp, sign * gap))
-        expected = math.expm1(x) - x
-        assert metrics["kl_reference"] == pytest.approx(expected, rel=1e-5)
-        assert loss.item() == pytest.approx(-1 + 0.5 * expected, rel=1e-5)
+    current = torch.tensor([[min(0.0, -gap)]], requires_grad=True)
+    fixed, reference = current.detach(), torch.tensor([[min(0.0, gap)]])
+    loss, metrics = loss_fn(current, fixed, fixed, torch.ones(1), torch.ones(1, 1), reference)
+    loss.backward()
+    assert current.grad is not None and current.grad.isfinite().all()
+    x = max(-clamp, min(clamp, gap))
+    expected = math.expm1(x) - x
+    assert metrics["kl_reference"] == pytest.approx(expected, rel=1e-5)
+    assert loss.item() == pytest.approx(-1 + 0.5 * expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_infinite_logprobs_give_finite_gradients(mode: str, advantage: float) -> None:
     inf = torch.inf
     current = torch.tensor([[-inf, 0.0, -2.0]], requires_grad=True)
@@ -241,18 +200,15 @@ def test_advantages_that_differ_inside_a_sequence_need_gspo_token() -> None:
     assert loss.isfinite() and loss != expected
 
 
-class Strange:
-    @hookimpl
-    def register_is_correctors(self) -> dict:
-        return {
-            "none": lambda rollout, trainer, mask, config: None,
-            "twice": lambda rollout, trainer, mask, config: Correction(
-                2 * mask.float(), mask, {"mine": 1.0}
-            ),
-        }
-
-
 def test_a_plugins_corrector_is_used_and_checked() -> None:
+    def twice(rollout, trainer, mask, config):
+        return Correction(2 * mask.float(), mask, {"mine": 1.0})
+
+    class Strange:
+        @hookimpl
+        def register_is_correctors(self) -> dict:
+            return {"none": lambda *given: None, "twice": twice}
+
     plugins = PluginManager(discover=False)
     plugins.register(hooks)
     plugins.register(Strange())
@@ -266,8 +222,7 @@ def test_a_plugins_corrector_is_used_and_checked() -> None:
     assert loss.item() == pytest.approx(2 * loss_of_corrector("is")[0].item(), rel=1e-6)
     assert metrics["mine"] == 1.0
     # A training loop may log the mismatch whoever corrects.
-    mismatch = mismatch_metrics(b.rollout, b.old, b.mask).to_dict()
-    assert mismatch.items() <= metrics.items()
+    assert mismatch_metrics(b.rollout, b.old, b.mask).to_dict().items() <= metrics.items()
     with pytest.raises(PluginError, match="'none' must return a Correction, not NoneType"):
         loss_of_corrector("none")
     with pytest.raises(RecipeError, match="'other' is not known"):

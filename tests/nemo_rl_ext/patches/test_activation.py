@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import importlib
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from nemo_rl_ext.patch_finder import PATCHES
+from nemo_rl_ext import autoload
+from nemo_rl_ext.__main__ import main
+from nemo_rl_ext.patch_finder import PATCHES, PatchFinder, installed
 from nemo_rl_ext.patches.upstream import Upstream
 from support.processes import run_code, run_forked
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def run(code: str, path: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    return run_code(code, timeout=120, folders=() if path is None else (path,), **env)
 
 
 def run_after_torch(code: str, path: Path) -> subprocess.CompletedProcess[str]:
@@ -39,9 +38,7 @@ def package(tmp_path: Path, files: dict[str, str]) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("autoload", ["1", "0"])
-def test_importing_torch_installs_one_finder_and_imports_nothing_else(autoload: str) -> None:
-    """And it is switched off with torch's autoload."""
+def test_importing_torch_installs_one_finder_and_imports_nothing_else() -> None:
     code = """
         import sys, torch
         print([type(f).__name__ for f in sys.meta_path if "nemo_rl_ext" in type(f).__module__],
@@ -49,44 +46,40 @@ def test_importing_torch_installs_one_finder_and_imports_nothing_else(autoload: 
         from nemo_rl_ext.patch_finder import install
         assert install() is install() is sys.meta_path[0]
     """
-    done = run(code, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
-    assert done.stdout.strip() == ("['PatchFinder'] []" if autoload == "1" else "[] []")
+    done = run_code(code, timeout=120)
+    assert done.stdout.strip() == "['PatchFinder'] []", done.stderr
     assert done.returncode == 0, done.stderr
 
 
-def test_words_that_switch_it_off_and_on(tmp_path: Path) -> None:
-    code = """
-        import contextlib, io, os, sys
-        from nemo_rl_ext import autoload
-        from nemo_rl_ext.patch_finder import PatchFinder, installed
-        words = ["0", "false", "off", "no", " OFF ", "1", "true", "on", "yes", "", "nope"]
-        for value in words:
-            sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, PatchFinder)]
-            os.environ["FP8RL_AUTOLOAD"] = value
-            with contextlib.redirect_stderr(io.StringIO()) as told:
-                autoload.start()
-            print(value.strip() or "empty", installed() is not None, told.getvalue())
-    """
-    lines = [x.split(" ", 2) for x in run_after_torch(code, tmp_path).stdout.splitlines() if x]
-    found = {word: (on == "True", rest) for word, on, rest in lines}
-    off, on = ("0", "false", "off", "no", "OFF"), ("1", "true", "on", "yes", "empty")
-    assert {word: found[word] for word in off} == dict.fromkeys(off, (False, ""))
-    assert {word: found[word] for word in on} == dict.fromkeys(on, (True, ""))
-    installed, told = found["nope"]
-    assert installed
-    assert told.startswith("FP8RL_AUTOLOAD is 'nope', which is neither on nor off")
+@pytest.mark.parametrize(
+    ("word", "on", "told"),
+    [
+        *((word, False, "") for word in ("0", "false", "off", "no", " OFF ")),
+        *((word, True, "") for word in ("1", "true", "on", "yes", "")),
+        ("nope", True, "FP8RL_AUTOLOAD is 'nope', which is neither on nor off"),
+    ],
+)
+def test_words_that_switch_it_off_and_on(
+    word: str,
+    on: bool,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    others = [finder for finder in sys.meta_path if not isinstance(finder, PatchFinder)]
+    monkeypatch.setattr(sys, "meta_path", others)
+    monkeypatch.setenv("FP8RL_AUTOLOAD", word)
+    autoload.start()
+    assert (installed() is not None) == on
+    assert [m.partition(";")[0] for m in caplog.messages] == ([told] if told else [])
 
 
-def test_an_error_of_ours_does_not_break_torch() -> None:
-    code = """
-        import sys
-        sys.modules["nemo_rl_ext.patch_finder"] = None  # its import raises
-        import torch
-        print(torch.ones(2).sum().item())
-    """
-    done = run(code)
-    assert done.stdout.strip() == "2.0", done.stderr
-    assert "could not hook into NeMo RL" in done.stderr
+def test_an_error_of_ours_does_not_break_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "nemo_rl_ext.patch_finder", None)  # its import raises
+    autoload.start()
+    assert "could not hook into NeMo RL" in caplog.text
 
 
 def test_the_list_is_what_the_patches_rely_on() -> None:
@@ -102,70 +95,12 @@ def test_the_list_is_what_the_patches_rely_on() -> None:
 LOAD_CONFIG = "def load_config(config_path):\n    return config_path\n"
 
 
-def test_a_module_of_the_list_is_wrapped_and_others_are_not(tmp_path: Path) -> None:
-    path = package(
-        tmp_path,
-        {"nemo_rl/utils/config.py": LOAD_CONFIG, "nemo_rl/utils/other.py": LOAD_CONFIG},
-    )
-    code = """
-        import torch, inspect
-        from nemo_rl.utils import config, other
-        print(hasattr(config.load_config, "__wrapped__"), hasattr(other.load_config, "__wrapped__"))
-        print(type(config.__spec__.loader).__name__, type(config.__loader__).__name__)
-        print(config.load_config("x"), inspect.getsource(config).splitlines()[0])
-    """
-    assert run_after_torch(code, path).stdout.splitlines() == [
-        "True False",
-        "SourceFileLoader SourceFileLoader",
-        "x def load_config(config_path):",
-    ]
-
-
-def test_a_module_that_imports_torch_is_taken_up_when_it_is_whole(tmp_path: Path) -> None:
-    path = package(
-        tmp_path,
-        {
-            "nemo_rl/algorithms/grpo.py": """
-                import torch
-
-                class MasterConfig:
-                    pass
-
-                def compute_and_apply_seq_logprob_error_masking(
-                    train_data, rewards, seq_logprob_error_threshold
-                ):
-                    return {}
-            """,
-            "nemo_rl/utils/config.py": LOAD_CONFIG,
-        },
-    )
-    code = """
-        from nemo_rl.algorithms import grpo
-        from nemo_rl.utils.config import load_config
-        from nemo_rl_ext.patch_finder import installed
-        print(sorted(installed().applied))
-        load_config("x")
-        print(sorted(installed().applied))
-    """
-    before, after = run(code, path).stdout.splitlines()
-    assert "grpo" not in before
-    for patch in ("batch_correction", "config"):
-        assert f"('nemo_rl.algorithms.grpo', '{patch}')" in after
-
-
 ANEW = {
-    "reloaded": "importlib.reload(sys.modules[NAME])",
     "imported again": "del sys.modules[NAME]; importlib.import_module(NAME)",
     # A finder before ours, as test runners and profilers install them.
     "reloaded past us": """
 ours = sys.meta_path.pop(0)
 importlib.reload(sys.modules[NAME])
-sys.meta_path.insert(0, ours)
-""",
-    "imported past us": """
-ours = sys.meta_path.pop(0)
-del sys.modules[NAME]
-importlib.import_module(NAME)
 sys.meta_path.insert(0, ours)
 """,
 }
@@ -257,16 +192,16 @@ def test_a_driver_reads_what_only_workers_import(tmp_path: Path) -> None:
     assert "_load_hf_weights takes (self, policy_weights, strict=...)" in reason
 
 
-def test_the_launcher_runs_a_driver_with_the_hooks(tmp_path: Path) -> None:
-    driver = tmp_path / "driver.py"
-    driver.write_text(
-        "import sys, neighbour\n"
-        "from nemo_rl_ext.patch_finder import installed\n"
-        "print(__name__, sys.argv[1:], neighbour.x, installed() is not None)\n"
-    )
+def test_the_launcher_runs_a_driver_with_the_hooks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("meta_path", [*sys.meta_path]), ("path", [*sys.path]), ("argv", [])):
+        monkeypatch.setattr(sys, name, value)
     (tmp_path / "neighbour.py").write_text("x = 1\n")
-    done = run_code("-m", "nemo_rl_ext", driver, "--config", "a.yaml", FP8RL_AUTOLOAD="0")
-    assert done.stdout.strip() == "__main__ ['--config', 'a.yaml'] 1 True", done.stderr
-    done = run_code("-m", "nemo_rl_ext", "none.py")
-    assert done.returncode == 1
-    assert "'none.py' is no file" in done.stderr
+    driver = tmp_path / "driver.py"
+    driver.write_text("import sys, neighbour; print(__name__, sys.argv[1:], neighbour.x)\n")
+    main([str(driver), "--config", "a.yaml"])
+    assert capsys.readouterr().out == "__main__ ['--config', 'a.yaml'] 1\n"
+    assert installed() is not None
+    with pytest.raises(SystemExit, match=r"'none\.py' is no file"):
+        main(["none.py"])

@@ -86,13 +86,6 @@ def test_asynchronous_engines_get_scales_with_every_refit(patched: Any, model: P
     assert run.correction is not None and run.correction.outgrown == 1
 
 
-def test_scales_that_were_given_stay(patched: Any, model: Path) -> None:
-    policy = patched[0](config(model))
-    assert policy.broadcast_weights_for_collective({"b": 1.0})[0] == {"b": 1.0}
-    assert policy.broadcast_weights_for_collective(kv_scales={"b": 1.0})[0] == {"b": 1.0}
-    assert policy.calls == []
-
-
 def test_the_log_tells_of_scales_that_grew_under_queued_batches(
     patched: Any, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,13 +103,19 @@ def test_the_log_tells_of_scales_that_grew_under_queued_batches(
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize(
-    "vllm", [{"async_engine": False}, {"fp8rl": {"kv_cache": {"dtype": "auto"}}}, {"fp8rl": None}]
-)
-def test_others_are_as_before(patched: Any, model: Path, vllm: dict[str, Any]) -> None:
-    policy = patched[0](config(model, **vllm))
-    assert policy.broadcast_weights_for_collective() == (None, None)
+def test_scales_that_were_given_stay_and_others_are_as_before(patched: Any, model: Path) -> None:
+    policy = patched[0](config(model))
+    assert policy.broadcast_weights_for_collective({"b": 1.0})[0] == {"b": 1.0}
+    assert policy.broadcast_weights_for_collective(kv_scales={"b": 1.0})[0] == {"b": 1.0}
     assert policy.calls == []
+    for vllm in (
+        {"async_engine": False},
+        {"fp8rl": {"kv_cache": {"dtype": "auto"}}},
+        {"fp8rl": None},
+    ):
+        policy = patched[0](config(model, **vllm))
+        assert policy.broadcast_weights_for_collective() == (None, None)
+        assert policy.calls == []
 
 
 def test_a_model_that_cannot_be_read_is_told(patched: Any, tmp_path: Path) -> None:

@@ -42,9 +42,7 @@ RELIED_ON = "self, data, loss_fn, eval_mode=..., *, timer=..."
 @pytest.mark.parametrize(
     "actual",
     [
-        "self, data, loss_fn, eval_mode=False, timer=None",
         "self, data, loss_fn, eval_mode=False, gbs=None, timer=None, added=1",
-        "self, data, loss_fn, eval_mode=False, *, added=1, timer=None",
         "self, data, loss_fn, eval_mode=False, *more, timer=None, **others",
         "self, data: dict, loss_fn=None, eval_mode: bool = False, timer: object = None",
     ],
@@ -54,27 +52,24 @@ def test_what_does_not_matter_is_accepted(compare: Callable[..., None], actual: 
 
 
 @pytest.mark.parametrize(
-    ("change", "actual"),
+    "actual",
     [
-        ("removed", "self, data, loss_fn, eval_mode=False"),
-        ("renamed", "self, batch, loss_fn, eval_mode=False, timer=None"),
-        ("reordered", "self, loss_fn, data, eval_mode=False, timer=None"),
-        (
-            "inserted before one that is passed by place",
-            "self, data, gbs, loss_fn, eval_mode=False",
-        ),
-        ("new and required", "self, data, loss_fn, gbs, eval_mode=False, timer=None"),
-        ("new and required, by name", "self, data, loss_fn, eval_mode=False, *, gbs, timer=None"),
-        ("no longer optional", "self, data, loss_fn, eval_mode, timer=None"),
-        ("no longer optional, by name", "self, data, loss_fn, eval_mode=False, *, timer"),
-        ("by name alone", "self, data, loss_fn, *, eval_mode=False, timer=None"),
-        ("hidden in **kwargs", "self, data, loss_fn, eval_mode=False, **kwargs"),
+        pytest.param("self, data, loss_fn, eval_mode=False", id="removed"),
+        pytest.param("self, batch, loss_fn, eval_mode=False, timer=None", id="renamed"),
+        pytest.param("self, loss_fn, data, eval_mode=False, timer=None", id="reordered"),
+        pytest.param("self, data, gbs, loss_fn, eval_mode=False", id="inserted before one"),
+        pytest.param("self, data, loss_fn, gbs, eval_mode=False, timer=None", id="required"),
+        pytest.param("self, data, loss_fn, eval_mode=False, *, gbs, timer=None", id="by name"),
+        pytest.param("self, data, loss_fn, eval_mode, timer=None", id="no longer optional"),
+        pytest.param("self, data, loss_fn, eval_mode=False, *, timer", id="nor by name"),
+        pytest.param("self, data, loss_fn, *, eval_mode=False, timer=None", id="by name alone"),
+        pytest.param("self, data, loss_fn, eval_mode=False, **kwargs", id="hidden"),
     ],
 )
-def test_what_matters_is_refused(compare: Callable[..., None], change: str, actual: str) -> None:
+def test_what_matters_is_refused(compare: Callable[..., None], actual: str) -> None:
     with pytest.raises(UnsupportedError, match=r"takes \(self, ") as error:
         compare(RELIED_ON, actual)
-    assert f"does not fit ({RELIED_ON}) of NeMo RL {KNOWN}" in str(error.value), change
+    assert f"does not fit ({RELIED_ON}) of NeMo RL {KNOWN}" in str(error.value)
 
 
 def test_a_method_in_whose_place_ours_stands_may_get_no_parameters(

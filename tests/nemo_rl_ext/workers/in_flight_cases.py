@@ -148,15 +148,6 @@ async def main(root: Path) -> dict[str, Any]:
     found["broken_off"] = [await refit("b", 3), await worker.llm.is_paused(), task.done()]
     worker.method = "load"
     found["mended"] = [await refit("a", KV_SCALE), await worker.llm.is_paused(), await task]
-
-    # The naive way: upstream's method alone.
-    task = await started()
-    worker.next = (str(root / "a"), GROWN)
-    await Upstream.update_weights_from_collective_async(worker)
-    try:
-        found["naive"] = await task
-    except Exception as error:
-        found["naive"] = type(error).__name__
     worker.llm.shutdown()
     return found
 

@@ -19,9 +19,8 @@ from support.processes import run_ranks
 RANKS = Path(__file__).with_name("logprob_ranks.py")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_that_share_a_vocabulary_agree_with_float64(ranks: int) -> None:
-    assert run_ranks(RANKS, ranks, timeout=120.0) == ["compared\n"] * ranks
+def test_ranks_that_share_a_vocabulary_agree_with_float64() -> None:
+    assert run_ranks(RANKS, 2, timeout=120.0) == ["compared\n"] * 2
 
 
 class Theirs(torch.autograd.Function):
@@ -68,7 +67,6 @@ CHUNKED = {"logprob_chunk_size": 256}
     ("wanted", "exact", "policy", "stands"),
     [
         (None, False, CHUNKED, FusedLogprob),
-        ("1", False, CHUNKED, FusedLogprob),
         (None, True, CHUNKED, ExactLogprob),
         ("0", False, CHUNKED, Theirs),
         (None, False, {}, Theirs),  # log-probabilities are not computed in chunks

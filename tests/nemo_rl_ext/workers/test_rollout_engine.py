@@ -67,10 +67,7 @@ def test_an_extension_of_another_transport_is_not_replaced() -> None:
     [
         (None, None, None, False),
         (None, "mp", "mp", False),
-        (None, "uni", "uni", False),
-        ("ray", None, "ray", False),
         ("ray", "ray", "ray", False),
-        ("ray", "mp", "ray", True),
         ("uni", "mp", "uni", True),
         # By "ray" vLLM would wait for a second GPU, inside the actor that has the only one.
         (None, "ray", None, True),

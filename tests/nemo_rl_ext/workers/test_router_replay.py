@@ -13,7 +13,6 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-from fp8rl.errors import UnsupportedError
 from megatron_fp8rl.testing.models import build_gpt
 from nemo_rl_ext.workers.training import Fp8Training
 from support.megatron import LENGTH, losses, moe, one_process, tokens
@@ -85,20 +84,3 @@ def test_without_replay_the_results_are_upstreams() -> None:
     worker = Worker(policy())
     assert worker.finish_train_step() == {"loss": 1.0}
     assert worker._replayed_routes is None
-
-
-def test_a_fused_router_is_refused() -> None:
-    def fused(*args: Any, **options: Any) -> Any:
-        state = upstream_setup(*args, **options)
-        state.model.config.moe_router_fusion = True
-        return state
-
-    class Fused(Worker):
-        upstream_module = upstream
-
-    upstream.setup_model_and_optimizer = fused
-    try:
-        with pytest.raises(UnsupportedError, match="moe_router_fusion=True"):
-            Fused(policy(router_replay={"enabled": True}))
-    finally:
-        upstream.setup_model_and_optimizer = upstream_setup

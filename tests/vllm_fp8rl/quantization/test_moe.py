@@ -17,6 +17,7 @@ from fp8rl.recipe import Pins
 from support.engine import PROMPTS as SHORT
 from support.engine import Engine, in_fp8, load_tensors, same_state
 from support.gaps import expected_and_floor, gap
+from support.hf_reference import load_reference
 from support.routes import RouteRecorder
 from support.teacher_forced import FACTOR, PROMPTS, near_transformers, vllm_logprobs
 from vllm_fp8rl.engine.rank_state import RankState

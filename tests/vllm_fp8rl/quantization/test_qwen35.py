@@ -20,6 +20,7 @@ from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import FP8_DTYPE
 from fp8rl.recipe import KVCache
 from support.engine import Engine, load_tensors, same_bits, same_state
+from support.hf_reference import load_reference
 from support.towers import TEXT_ONLY, keep_towers
 
 pytest.importorskip("transformers.models.qwen3_5_moe", reason="transformers has no Qwen3.5")
