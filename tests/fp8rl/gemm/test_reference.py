@@ -13,6 +13,8 @@ import torch
 from fp8rl.gemm import DeepGemmBackend, GemmShape, GroupedShape, builtin_backends
 from fp8rl.gemm.deep_gemm import load_deep_gemm
 
+GPU = torch.device("cuda")
+
 
 @pytest.mark.parametrize(
     ("name", "capability", "shape", "reason"),
@@ -21,11 +23,8 @@ from fp8rl.gemm.deep_gemm import load_deep_gemm
         ("scaled_mm", (9, 0), GemmShape(8, 40, 64), "multiples of 16"),
         ("scaled_mm", (9, 0), GemmShape(7, 48, 64), "multiple of 4 tokens"),
         ("scaled_mm", (10, 0), GemmShape(8, 48, 64), "Hopper alone, this GPU is sm_100"),
-        ("deep_gemm", (9, 0), GemmShape(7, 128, 256), None),
         ("deep_gemm", (9, 0), GemmShape(7, 960, 576), None),
-        ("deep_gemm", (9, 0), GemmShape(7, 96, 256), "multiples of 64"),
         ("deep_gemm", (9, 0), GemmShape(7, 128, 96), "multiples of 64"),
-        ("deep_gemm", (9, 0), GroupedShape((7,), 64, 256), "multiples of 128 out .* of experts"),
         ("deep_gemm", (9, 0), GroupedShape((7,), 128, 576), "multiples of 128 out .* of experts"),
         ("deep_gemm", (8, 9), GemmShape(7, 128, 256), "Hopper alone"),
         ("deep_gemm", (9, 0), GemmShape(7, 128, 256, torch.float32), "round to bfloat16"),
@@ -40,7 +39,7 @@ def test_what_gpu_backends_serve(name, capability, shape, reason, monkeypatch):
         monkeypatch.setattr("fp8rl.gemm.triton_gemm.find_spec", lambda name: object())
     grouped = isinstance(shape, GroupedShape)
     supports = backends[name].supports_grouped if grouped else backends[name].supports
-    found = supports(torch.device("cuda"), shape, "fp32")
+    found = supports(GPU, shape, "fp32")
     assert found is None if reason is None else re.search(reason, found)
 
 
@@ -49,8 +48,7 @@ def test_a_library_that_does_not_start_is_a_reason(monkeypatch):
         raise AssertionError("no CUDA toolkit")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    backend = DeepGemmBackend(load)
-    found = backend.supports(torch.device("cuda"), GemmShape(8, 128, 128), "fp32")
+    found = DeepGemmBackend(load).supports(GPU, GemmShape(8, 128, 128), "fp32")
     assert found == "cannot be imported (AssertionError: no CUDA toolkit)"
 
 
