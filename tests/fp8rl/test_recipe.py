@@ -111,6 +111,28 @@ def test_all_mistakes_are_told_at_once():
         ),
         ({"pins": {"names": "o_proj"}}, r"'recipe\.pins\.names' must be a list, not 'o_proj'\.$"),
         ([1, 2], "recipe must be a mapping of recipe keys, not list"),
+        *(
+            ({key: value}, rf"unknown key 'recipe\.{key}.* \(write {meant}\)")
+            for key, value, meant in (
+                ("rolout", 1, r"'recipe\.rollout'"),
+                ("pins", {"layrs": 1}, r"'recipe\.pins\.layers'"),
+                ("KV-Cache", 1, r"'recipe\.kv_cache'"),
+                ("kv_cache_dtype", 1, r"'recipe\.kv_cache\.dtype'"),
+                ("scale_format", 1, "'recipe.weights.* or 'recipe.activations.scale_format'"),
+                ("importance_sampling", {"rejection": {"hig": 1}}, "'.*rejection.high'"),
+            )
+        ),
+        *(
+            ({section: {key: value}}, rf"{section}\.{key}.*\(write {meant}\)\.$")
+            for section, key, value, meant in (
+                ("kv_cache", "dtype", "fp8", "'fp8_e4m3'"),
+                ("kv_cache", "dtype", "FP8_E4M3", "'fp8_e4m3'"),
+                ("kv_cache", "dtype", "bf16", "'auto'"),
+                ("weights", "scale_format", "ue8m0", "'pow2'"),
+                ("importance_sampling", "mode", "Off", "'off'"),
+                ("pins", "kinds", ["qkv"], "'qkv_proj' or 'in_proj_qkvz'"),
+            )
+        ),
     ],
 )
 def test_bad_values(data, message):
@@ -233,47 +255,6 @@ def test_numbers_that_are_not_finite_are_refused_by_their_key(tmp_path):
         for source in (file, f'{{"kv_cache": {{"margin": {text}}}}}'):
             with pytest.raises(RecipeError, match=r"kv_cache\.margin' must be a finite number"):
                 Recipe.load(source)
-
-
-@pytest.mark.parametrize(
-    ("path", "meant"),
-    [
-        ("rolout", "'recipe.rollout'"),
-        ("pins.layrs", "'recipe.pins.layers'"),
-        ("KV-Cache", "'recipe.kv_cache'"),
-        ("kv_cache_dtype", "'recipe.kv_cache.dtype'"),
-        ("dtype", "'recipe.kv_cache.dtype'"),
-        ("scale_format", "'recipe.weights.scale_format' or 'recipe.activations.scale_format'"),
-        ("importance_sampling.rejection.hig", "'recipe.importance_sampling.rejection.high'"),
-    ],
-)
-def test_a_misspelled_or_misplaced_key_is_told_what_to_write(path, meant):
-    data: Any = 1
-    for key in reversed(path.split(".")):
-        data = {key: data}
-    with pytest.raises(RecipeError) as caught:
-        Recipe.from_dict(data)
-    assert f"unknown key 'recipe.{path}' (write {meant})" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value", "meant"),
-    [
-        ("kv_cache", "dtype", "fp8", "'fp8_e4m3'"),
-        ("kv_cache", "dtype", "FP8_E4M3", "'fp8_e4m3'"),
-        ("kv_cache", "dtype", "bf16", "'auto'"),
-        ("weights", "scale_format", "ue8m0", "'pow2'"),
-        ("importance_sampling", "mode", "Off", "'off'"),
-        ("pins", "kinds", ["down"], "'down_proj'"),
-        ("pins", "kinds", ["qkv"], "'qkv_proj' or 'in_proj_qkvz'"),
-    ],
-)
-def test_another_spelling_of_a_value_is_told_the_one_that_is_read(section, key, value, meant):
-    with pytest.raises(RecipeError, match=f"{section}.{key}") as caught:
-        Recipe.from_dict({section: {key: value}})
-    assert str(caught.value).endswith(f"(write {meant}).")
-    right = meant.partition(" or ")[0].strip("'")
-    Recipe.from_dict({section: {key: [right] if isinstance(value, list) else right}})
 
 
 @pytest.mark.parametrize(

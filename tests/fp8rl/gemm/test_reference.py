@@ -1,4 +1,4 @@
-"""Which products the GPU backends serve, and where the DeepGEMM library is found."""
+"""Products of the reference against float64, and which ones the backends of a GPU serve."""
 
 from __future__ import annotations
 
@@ -10,10 +10,35 @@ from types import ModuleType
 import pytest
 import torch
 
-from fp8rl.gemm import DeepGemmBackend, GemmShape, GroupedShape, builtin_backends
+from fp8rl.gemm import DeepGemmBackend, GemmShape, GroupedShape, ReferenceBackend, builtin_backends
 from fp8rl.gemm.deep_gemm import load_deep_gemm
+from fp8rl.testing.gemm import product_error
 
 GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize("direction", ["fprop", "dgrad", "wgrad", "wgrad_add"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        GemmShape(300, 136, 200),
+        GemmShape(1, 16, 520, torch.float32),
+        GroupedShape((130, 0, 5), 136, 200),
+    ],
+    ids=str,
+)
+def test_products_of_dequantized_operands(shape, direction):
+    assert product_error(ReferenceBackend(), direction, shape, torch.device("cpu")) < 1e-2
+
+
+def test_a_wrong_product_is_found():
+    class Overwrites(ReferenceBackend):
+        def wgrad(self, grad_t, x_t, dtype, out=None):
+            product = super().wgrad(grad_t, x_t, dtype)
+            return product if out is None else out.copy_(product)
+
+    backend, shape = Overwrites(), GemmShape(300, 136, 200)
+    assert not product_error(backend, "wgrad_add", shape, torch.device("cpu")) < 1e-2
 
 
 @pytest.mark.parametrize(

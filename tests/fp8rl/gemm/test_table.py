@@ -98,23 +98,6 @@ def test_one_name_decides_for_every_product(monkeypatch):
     assert _picked(_choice(ReferenceBackend(), name="reference")) == ["reference"] * 4
 
 
-def test_a_settled_shape_asks_nobody_and_each_shape_is_asked_about():
-    asked = []
-
-    class Even(ReferenceBackend):
-        name = "even"
-
-        def supports(self, device, shape, scale_format):
-            asked.append(shape.tokens)
-            return "needs an even number of tokens" if shape.tokens % 2 else None
-
-    choice = _choice(ReferenceBackend(), Even())
-    for _ in range(3):
-        assert choice.pick(CPU, SHAPE, "m").name == "even"
-        assert choice.pick(CPU, SHAPE._replace(tokens=9), "m").name == "reference"
-    assert asked == [8, 9]
-
-
 def test_every_scale_format_is_asked_about():
     class Picky(ReferenceBackend):
         name = "picky"

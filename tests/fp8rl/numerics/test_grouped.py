@@ -12,7 +12,6 @@ from fp8rl.numerics import (
     ExpertRows,
     GroupedColumns,
     GroupedRows,
-    LastExpertRows,
     Quantized,
     place_boundaries,
     reference,
@@ -103,15 +102,3 @@ def test_a_product_by_tiles_is_that_of_each_expert(splits):
     runs = source.split(splits)
     assert torch.equal(y, torch.cat([run * (e + 1) for e, run in enumerate(runs)]))
     assert not y._is_view()  # autograd lets nobody change a view of a custom function in place
-
-
-def test_linears_of_a_layer_share_their_rows():
-    """On one stream: nothing would order the copy of a table there before kernels of another."""
-    last, key = LastExpertRows(), ((3, 0, 5), 128, (2, 0))
-    rows = last.of([3, 0, 5], 128, [2, 0], stream=7)
-    assert (rows.splits, rows.order) == ((3, 0, 5), (2, 0))
-    assert last.of(*key, stream=7) is rows
-    for other in (((3, 1, 4), 128, (2, 0)), ((3, 1, 4), 1, (2, 0)), ((3, 1, 4), 1, (0, 1, 2))):
-        found = last.of(*other)
-        assert (found.splits, found.alignment, found.order) == other
-    assert last.of(*key, stream=8) is not last.of(*key, stream=7)

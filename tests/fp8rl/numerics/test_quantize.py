@@ -215,19 +215,6 @@ def test_zeros_fill_the_last_group_of_operands(columns, dtype):
         assert actual.columnwise.codes.shape == (columns, 256)
 
 
-@needs_gpu
-def test_another_number_of_rows_compiles_nothing(monkeypatch):
-    def quantize(rows: int) -> None:
-        x = torch.ones(rows, 256, dtype=torch.bfloat16, device=DEVICE)
-        kernels()[1].quantize_operand(x, "fp32", True, True)
-
-    for rows in (128, 130):
-        quantize(rows)
-    monkeypatch.delattr(importlib.import_module("triton").JITFunction, "_do_compile")
-    for rows in (1, 2, 16, 64, 129, 256, 300, 384):
-        quantize(rows)
-
-
 @pytest.mark.parametrize("cast", ["reference", pytest.param("software", marks=needs_kernels)])
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
 def test_empty(shape, cast):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
@@ -70,21 +68,6 @@ def test_nothing_is_kept_once_a_cuda_graph_has_captured_a_step(monkeypatch, capl
         assert not epoch.keep
         assert _same(codes.rowwise(weight), weight)
         weight.data.neg_()  # as a replay does
-
-
-def test_the_optimizer_hook_goes_with_its_owner():
-    from torch.optim import optimizer
-
-    def hooks() -> int:
-        return len(optimizer._global_optimizer_post_hooks)
-
-    gc.collect()  # models of earlier tests, whose hooks go when they do
-    before = hooks()
-    epoch = WeightEpoch()
-    assert hooks() == before + 1
-    del epoch
-    gc.collect()
-    assert hooks() == before
 
 
 def test_codes_that_are_not_kept_are_made_from_the_weight_as_it_is():
