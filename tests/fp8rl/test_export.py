@@ -666,6 +666,8 @@ def test_what_is_in_the_place_stays(dense, tmp_path):
         out = tmp_path / name
         with pytest.raises(OptionError, match=f"'{out}' exists; give a folder that does not"):
             write_export(plan, out, progress=other)
+    with pytest.raises(OptionError, match=r"out' cannot be written \(File exists\)"):
+        write_export(plan, dense / "config.json" / "out")
     assert not any((tmp_path / "empty").iterdir())
     assert len(read(tmp_path / "out")) == len(read(dense)) + 14
     assert (tmp_path / "out").stat().st_mode & 0o777 == dense.stat().st_mode & 0o777

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as attend
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from fp8rl.errors import ScaleError, UnsupportedError
@@ -134,3 +137,15 @@ def test_what_is_refused(model: Any):
     model(ids())
     with pytest.raises(UnsupportedError, match="attn_implementation='sdpa'"):
         QKVObserver(model)
+
+
+def test_another_implementation_is_followed(model: Any):
+    observer = QKVObserver(model)
+    model(ids())
+    before = observer.amax()
+    observer.reset()
+    AttentionInterface.register("another", sdpa_attention_forward)
+    AttentionMaskInterface.register("another", sdpa_mask)
+    model.config._attn_implementation = "another"
+    model(ids())
+    assert torch.equal(observer.amax(), before)

@@ -39,63 +39,44 @@ def test_an_engine_that_is_not_installed_is_a_problem_only_to_who_asks_for_it():
     assert "Problem: Install absent." in asked.stdout
 
 
-def test_doctor_shows_what_an_engine_would_do_with_a_model(tmp_path):
+def test_doctor_shows_what_an_engine_would_do_with_a_model_or_a_config(tmp_path):
     asked = []
 
     def examine(*request):
         asked.append(request)
-        sections = (
-            Section("layers", ("kind", "kernel"), (("o_proj", "[fast]"),)),
-            Section("memory", ("", ""), (("weights", "1 GiB"),)),
-        )
-        return Diagnosis("1.2.3", (), problems=("Too big; use more GPUs.",), sections=sections)
+        section = Section("layers", ("kind", "kernel"), (("o_proj", "[fast]"),))
+        return Diagnosis("1.2.3", (), {"rollout": "FP8"}, ("Too big; use more.",), (section,))
 
     plugins = engines()
-    adapter = EngineAdapter("alpha", lambda: GOOD, examine)
-    plugins.engine_adapters = lambda: [adapter, EngineAdapter("beta", lambda: GOOD)]
+    plugins.engine_adapters = lambda: [
+        EngineAdapter("alpha", lambda: GOOD, examine),
+        EngineAdapter("beta", lambda: GOOD),
+        EngineAdapter("gamma", lambda: SICK, examine_config=examine),
+        EngineAdapter("sick", lambda: GOOD, lambda *request: 1 / 0),
+        EngineAdapter("rude", lambda: GOOD, examine_config=lambda request: 1 / 0),
+    ]
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 2}')
+    recipe = Recipe.from_dict({"pins": {"last": 1}})
     model = (str(tmp_path), "--recipe", '{"pins": {"last": 1}}')
-    result = run(plugins, "doctor", "alpha", *model, "--tp", "2")
-    assert result.exit_code == 1
-    assert asked == [(tmp_path, Recipe.from_dict({"pins": {"last": 1}}), 2)]
-    for part in ("kernel", "[fast]", "memory", "1 GiB", "Problem: Too big; use more GPUs."):
-        assert part in result.stdout
-    assert run(plugins, "doctor", "beta", *model).exit_code == 0
-    assert "last: 1" in result.stdout
-    assert len(asked) == 1
-
-    adapter = EngineAdapter("alpha", lambda: GOOD, lambda *request: 1 / 0)
-    result = run(plugins, "doctor", "alpha", *model)
+    file, source = tmp_path / "x.yaml", tmp_path / "source"
+    more = ("--source", str(source), "--model", str(tmp_path), "--gpu-memory", "80")
+    for result in (
+        run(plugins, "doctor", "alpha", *model, "--tp", "2"),
+        run(plugins, "doctor", "gamma", str(file), *more, *model[1:]),
+    ):
+        assert result.exit_code == 1
+        for part in ("kernel", "[fast]", "Problem: Too big; use more."):
+            assert part in result.stdout
+    assert "rollout" in result.stdout  # the facts about a config
+    assert asked == [(tmp_path, recipe, 2), (ConfigRequest(file, source, tmp_path, recipe, 80.0),)]
+    result = run(plugins, "doctor", "beta", *model)
+    assert result.exit_code == 0 and "last: 1" in result.stdout
+    result = run(plugins, "doctor", "sick", *model)
     assert result.exit_code == 1
     assert "its look at the model failed: ZeroDivisionError" in result.stdout
-
-
-def test_doctor_shows_what_an_engine_would_do_with_a_config(tmp_path):
-    asked = []
-
-    def examine_config(request):
-        asked.append(request)
-        section = Section("keys", ("key", "becomes"), (("a", "[b]"),))
-        return Diagnosis("1.2.3", (), {"rollout": "FP8"}, sections=(section,))
-
-    plugins = engines()
-    adapters = {
-        "alpha": EngineAdapter("alpha", lambda: SICK, examine_config=examine_config),
-        "bad": EngineAdapter("bad", lambda: GOOD, examine_config=lambda request: 1 / 0),
-    }
-    plugins.engine_adapters = lambda: [*adapters.values()]
-    file, source, model = (tmp_path / name for name in ("x.yaml", "source", "model"))
-    more = ("--source", str(source), "--model", str(model), "--gpu-memory", "80")
-    given = (str(file), *more, "--recipe", '{"pins": {"last": 1}}')
-    result = run(plugins, "doctor", "alpha", *given)
-    assert result.exit_code == 0, result.output
-    recipe = Recipe.from_dict({"pins": {"last": 1}})
-    assert asked == [ConfigRequest(file, source, model, recipe, 80.0)]
-    for part in ("rollout", "FP8", "becomes", "[b]"):
-        assert part in result.stdout
-    result = run(plugins, "doctor", "bad", str(file))
+    result = run(plugins, "doctor", "rude", str(file))
     assert isinstance(result.exception, PluginError)  # exit code 2: nothing can be told
-    assert "bad: its look at the config failed: ZeroDivisionError" in str(result.exception)
+    assert "rude: its look at the config failed: ZeroDivisionError" in str(result.exception)
 
 
 def test_an_engine_has_the_options_that_it_reads():

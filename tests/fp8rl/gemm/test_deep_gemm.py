@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fp8rl.gemm import DeepGemmBackend, GemmShape, GroupedShape
-from fp8rl.testing.gemm import operands, product_error
+from fp8rl.testing.gemm import product_error
 
 CPU = torch.device("cpu")
 TILE = 128
@@ -137,28 +137,3 @@ def _library() -> ModuleType:
 )
 def test_operands_lie_as_the_kernels_read_them(shape, direction):
     assert product_error(DeepGemmBackend(_library), direction, shape, CPU) < 1e-2
-
-
-def test_gradients_anywhere_in_memory_are_added_to():
-    """In a row, apart, where TMA cannot write, not contiguous; one has no tokens."""
-    shape = GroupedShape((128, 256, 0, 128, 128, 128), 128, 256)
-    backend = DeepGemmBackend(_library)
-    a, b, _ = operands("wgrad", shape, CPU)
-    expected = backend.grouped_wgrad(a, b, torch.float32)
-    buffer = torch.zeros(4 * 128 * 256 + 1)
-    first, second, third = buffer[: 3 * 128 * 256].view(3, 128, 256).unbind()
-    odd = buffer[3 * 128 * 256 + 1 :].view(128, 256)
-    apart, turned = torch.zeros(128, 256), torch.zeros(256, 128).t()
-    totals = [first, second, third, odd, apart, turned]
-    for times in (1, 2):
-        assert backend.grouped_wgrad(a, b, torch.float32, totals) is totals
-        for total, product in zip(totals, expected, strict=True):
-            torch.testing.assert_close(total, times * product)
-    assert not third.any() and buffer[3 * 128 * 256] == 0
-    rounded = [torch.ones(128, 256).bfloat16() for _ in expected]
-    assert backend.grouped_wgrad(a, b, torch.bfloat16, rounded) is rounded
-    for total, product in zip(rounded, expected, strict=True):
-        torch.testing.assert_close(total, (1 + product).bfloat16(), rtol=0.01, atol=0.02)
-    for dtype in (torch.bfloat16, torch.float32):  # a stack would broadcast a single product
-        with pytest.raises(ValueError, match="5 gradients to add to for 6 experts"):
-            backend.grouped_wgrad(a, b, dtype, [each.to(dtype) for each in rounded[:5]])

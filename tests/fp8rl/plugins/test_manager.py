@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import fp8rl
 from fp8rl import PluginManager, hookimpl
 from fp8rl.errors import PinError, PluginError
 from fp8rl.gemm import ReferenceBackend
@@ -164,3 +165,7 @@ def test_a_plugin_cannot_change_the_names_that_pins_are_resolved_for(change):
     ):
         manager(SimpleNamespace(register_pins=register_pins)).pin_policy(Pins(last=1), names)
     assert names == [*ModelSpec.dense(2).names]
+
+
+def test_public_names():
+    assert all(getattr(fp8rl, name) is not None for name in fp8rl.__all__)
