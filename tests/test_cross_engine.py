@@ -39,8 +39,6 @@ def case(tp: int, weights: str, activations: str, shape: dict[str, int], **more:
 CASES = {
     "tp1-fp32": case(1, "fp32", "pow2", RAGGED),
     "tp1-pow2": case(1, "pow2", "fp32", ALIGNED),
-    "tp2-fp32": case(2, "fp32", "fp32", ALIGNED),
-    "tp2-pow2-ragged": case(2, "pow2", "pow2", RAGGED),
     "tp2-pow2-codes": case(2, "pow2", "pow2", ALIGNED, wire="fp8"),
     # 64 rows of k and v, on each rank.
     "tp1-fp32-ragged-codes": case(1, "fp32", "fp32", RAGGED, kv_heads=1, wire="fp8"),
