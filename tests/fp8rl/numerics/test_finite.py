@@ -43,7 +43,7 @@ def test_what_is_beyond_a_limit_passes_for_infinite(device, dtype, limit):
     else:
         numbers = torch.arange(1 << 16).short().view(dtype)
     wanted = torch.isfinite(numbers) & (numbers.double().abs() <= limit)
-    some = slice(None, None, 1 if dtype == torch.float32 else 257)
+    some = slice(None, None, 1 if dtype == torch.float32 else 4099 if device.triton else 257)
     given = [x.clone() for x in numbers[some].to(device.at)]
     if device.triton:
         found = device.module("multi_tensor").start_finite_check(given, limit)()
