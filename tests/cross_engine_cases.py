@@ -30,7 +30,7 @@ from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import Fp8RLError
 from fp8rl.gemm import ReferenceBackend
 from fp8rl.kv_scales import parse_scale_name, scale_names
-from fp8rl.numerics import Quantized, quantize_block, quantize_group
+from fp8rl.numerics import Quantized, quantize_group
 from megatron_fp8rl import Conversion, convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.kv.observers import QKVObserver
@@ -262,19 +262,6 @@ def refit(
     return None
 
 
-def naive_wire(tensors: dict[str, torch.Tensor], policy: PinPolicy, scale_format: Any) -> dict:
-    """Codes of each tensor on its own grid, whatever grid the rollout has."""
-    wire: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if name.endswith("_proj.weight") and policy.precision(name[: -len(".weight")]) == "fp8":
-            wire[name], wire[f"{name}_scale_inv"] = quantize_block(
-                tensor, scale_format=scale_format
-            )
-        else:
-            wire[name] = tensor
-    return wire
-
-
 def run(case: Case, out: Path, rank: int) -> dict[str, Any]:
     from vllm.distributed import parallel_state as groups
 
@@ -343,12 +330,6 @@ def run(case: Case, out: Path, rank: int) -> dict[str, Any]:
             result["torch"] = in_torch(
                 case, recipe, conversion, engine, plain, {name: scales[name] for name in sent}
             )
-    if case.wire == "fp8":
-        naive = naive_wire(plain, conversion.policy, case.weights)
-        naive |= {name: scales[name] for name in sent}
-        result["naive_error"] = refit(engine, naive, scaled=bool(sent))
-        with shim.active():
-            result["naive_differing"] = differing(conversion, engine)
     conversion.close()
     groups.destroy_model_parallel()
     parallel_state.destroy_model_parallel()

@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
+import reference
+import site_hooks
 from quickstart_notebook import FILE, notebook
 
 from fp8rl import Recipe
@@ -128,6 +129,9 @@ def test_names_files_and_links_of_a_page_lead_somewhere(page: str) -> None:
             problems.append(target)
         elif anchor and anchor not in heading_anchors(file.read_text(encoding="utf-8")):
             problems.append(f"{target}#{anchor}")
+    # docs/assets/site.css makes room for 100 columns beside the navigation.
+    blocks = re.findall(r"^ *```.*?\n(.*?)^ *```", PAPERS[page], re.M | re.S)
+    problems += [line for code in blocks for line in code.splitlines() if len(line) > 100]
     assert not problems
 
 
@@ -153,27 +157,6 @@ def test_what_a_readme_once_named_is_there_or_is_removed_and_has_a_successor() -
     gone = removed(changes.split("\n### Removed\n")[1].split("\n\n#")[0])
     assert gone
     assert not [name for name in PUBLISHED if (missing(name) is None) == (name in gone)]
-
-
-def test_folders_of_the_architecture_are_there() -> None:
-    """Names of files in the table of folders are relative to the package and the folder."""
-    text = PAPERS["docs/architecture.md"]
-    table = text.split("| package | folder | what is in it |")[1].split("\n\n")[0]
-    packages: list[str] = []
-    problems, files = [], 0
-    for line in table.splitlines()[2:]:
-        first, cell, content = (text.strip() for text in line.split("|")[1:4])
-        packages = re.findall(r"`([^`]+)`", first) or packages
-        folders = re.findall(r"`([^`]+)`", cell)
-        paths = [f"{package}/{name}" for package in packages for name in folders]
-        problems += [path for path in paths if not (ROOT / path).exists()]
-        inside = [name for name in folders if name.endswith("/")]
-        for name in re.findall(r"`([\w/]+(?:\.py|/))`", content):
-            files += 1
-            if not any((ROOT / packages[0] / folder / name).exists() for folder in (*inside, "")):
-                problems.append(f"{packages[0]}/{cell}: {name}")
-    assert files > 30
-    assert not problems
 
 
 def braces_expanded(text: str) -> list[str]:
@@ -215,46 +198,58 @@ def test_every_import_of_an_engine_is_on_its_page_of_upgrading() -> None:
     assert not problems
 
 
-@pytest.mark.parametrize("page", PAPERS)
-def test_lines_of_code_fit_beside_the_navigation(page: str) -> None:
-    """docs/assets/site.css makes room for 100 columns."""
-    blocks = re.findall(r"^ *```.*?\n(.*?)^ *```", PAPERS[page], re.M | re.S)
-    assert not [line for code in blocks for line in code.splitlines() if len(line) > 100]
-
-
-def test_every_page_is_in_the_navigation() -> None:
-    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1]
-    pages = {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")}
-    named = set(re.findall(r"[\w/]+\.md", nav))
-    assert pages <= named
-    # tools/site_hooks.py makes pages of them; one named README.md would replace the start page.
-    beside = {"readme.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"}
-    assert {name for name in named if not (DOCS / name).exists()} <= beside
-    assert re.findall(r"[\w/]+\.md", nav)[0] == "index.md"
-
-
-@pytest.mark.parametrize(
-    ("remote", "page"),
-    [
+def test_the_site_links_to_the_clones_origin_without_its_password() -> None:
+    for remote, page in (
         ("https://user:secret@example.org/team/fp8rl.git", "https://example.org/team/fp8rl"),
         ("git@example.org:team/fp8rl.git", "https://example.org/team/fp8rl"),
         ("ssh://git@example.org/team/fp8rl", "https://example.org/team/fp8rl"),
         ("/srv/fp8rl", None),
         ("", None),
-    ],
-)
-def test_the_site_links_to_the_clones_origin_without_its_password(
-    remote: str, page: str | None
-) -> None:
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "tools" / "site_hooks.py")
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
-    assert hooks.repository_url(remote) == page
+    ):
+        assert site_hooks.repository_url(remote) == page
 
 
-def test_search_of_the_site_needs_no_network() -> None:
-    """In pages that are opened as files; what the plugin takes by itself is a download."""
-    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    assert {"search", "offline"} <= {name for name in site["plugins"] if isinstance(name, str)}
-    (shim,) = site["extra"]["polyfills"]
-    assert "iframe-worker" in shim and (DOCS / shim).is_file()
+# docs/reference.md
+
+
+def test_the_reference_is_what_the_code_gives() -> None:
+    text = reference.FILE.read_text(encoding="utf-8")
+    assert text == reference.reference(), "run tools/reference.py"
+
+
+def test_every_metric_and_variable_has_a_meaning() -> None:
+    known = {*reference.MismatchMetrics.__dataclass_fields__, *reference.CORRECTION}
+    assert reference.emitted_metrics() == known | {*reference.LOSS}
+    for names, file in (
+        (reference.DRIVER, "nemo_rl_ext/driver/batch_correction.py"),
+        (reference.REPLAY, "megatron_fp8rl/router_replay.py"),
+        (reference.KV_CACHE, "plugins/fp8rl/training/kv.py"),
+    ):
+        code = (ROOT / file).read_text(encoding="utf-8")
+        assert not [name for name in names if f'"{name}"' not in code], file
+    files = [file for folder in FOLDERS.values() for file in (ROOT / folder).rglob("*.py")]
+    read = {
+        name
+        for file in [*files, ROOT / "tools" / "install.py"]
+        for name in re.findall(r'"(FP8RL_[A-Z_]+)"', file.read_text(encoding="utf-8"))
+        if not name.startswith("FP8RL_TEST_")
+    }
+    assert read == set(reference.ENVIRONMENT)
+
+
+# docs/measurements/reliability.md and fuzz.md
+
+
+def test_every_pain_is_proven_by_a_test_that_is_there() -> None:
+    page = PAPERS["docs/measurements/reliability.md"]
+    rows = {int(n): row for n, row in re.findall(r"^\| (\d+) \| (.*) \|$", page, re.M)}
+    assert list(rows) == list(range(1, 22))
+    assert all("::test_" in row or "benchmarks/results/" in row for row in rows.values())
+    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", page)
+    assert len(named) > 21
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
+    run = json.loads((ROOT / "benchmarks" / "results" / "reliability_cpu.json").read_text())
+    told = f"`{run['command']}`: {run['seconds'] / 60:.0f} minutes, no failure"
+    assert told in PAPERS["docs/measurements/fuzz.md"]
+    assert min(run["counts"][what] for what in ("exports of sources that change", "senders killed"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def modules(package: str) -> dict[str, Path]:
     return found
 
 
-def imported(name: str, file: Path, known: set[str]) -> Iterator[str]:
+def imported(name: str, file: Path, known: Set[str]) -> Iterator[str]:
     """Modules of ``known`` that a file imports anywhere, in functions and for types too."""
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -75,33 +76,44 @@ def test_no_folder_reaches_itself(package: str) -> None:
     require_no_circle(graph)
 
 
-ENGINES = ("vllm", "megatron.core", "nemo_rl", "ray", "transformers")
+ENGINES = ("vllm", "megatron", "nemo_rl", "ray", "transformers")
+MAY_IMPORT = {
+    "fp8rl": set(),
+    "vllm_fp8rl": {"fp8rl"},
+    "megatron_fp8rl": {"fp8rl"},
+    "torch_fp8rl": {"fp8rl"},
+}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_a_package_imports_fp8rl_alone(package: str) -> None:
+    """Anywhere, in functions too."""
+    found = {
+        (name, other)
+        for name, file in modules(package).items()
+        for other in imported(name, file, every_module())
+        if other.split(".")[0] not in MAY_IMPORT[package] | {package}
+    }
+    assert not found
+
+
+@cache
+def every_module() -> frozenset[str]:
+    return frozenset(name for package in PACKAGES for name in modules(package))
 
 
 @pytest.mark.parametrize(
     ("modules", "without"),
     [
-        ("vllm_fp8rl, vllm_fp8rl.hooks, vllm_fp8rl.compat", ["vllm"]),
-        (
-            "megatron_fp8rl, megatron_fp8rl.hooks, megatron_fp8rl.testing.cpu_shim",
-            ["megatron.core"],
-        ),
-        (
-            "torch_fp8rl, torch_fp8rl.hooks, torch_fp8rl.conversion, torch_fp8rl.export",
-            [*ENGINES, "megatron", "vllm_fp8rl", "megatron_fp8rl"],
-        ),
-        ("fp8rl_bench.command, fp8rl_bench.rollouts, fp8rl_bench.trainer", [*ENGINES, "megatron"]),
         ("nemo_rl_ext", ["torch", "pydantic", "fp8rl"]),
-        ("nemo_rl_ext.hooks", [*ENGINES, "megatron", "vllm_fp8rl", "megatron_fp8rl"]),
+        (
+            "vllm_fp8rl.hooks, vllm_fp8rl.compat, megatron_fp8rl.hooks, torch_fp8rl.hooks, "
+            "torch_fp8rl.conversion, torch_fp8rl.export, nemo_rl_ext.hooks, fp8rl_bench.command, "
+            "fp8rl_bench.rollouts, fp8rl_bench.trainer, fp8rl.export, fp8rl.cli.export, fp8rl.cli",
+            ENGINES,
+        ),
     ],
-    ids=[
-        "vllm_fp8rl",
-        "megatron_fp8rl",
-        "torch_fp8rl",
-        "fp8rl_bench",
-        "nemo_rl_ext",
-        "nemo_rl_ext.hooks",
-    ],
+    ids=["nemo_rl_ext", "all"],
 )
 def test_importing_imports_no_engine(modules: str, without: list[str]) -> None:
     code = f"import json, sys, {modules}\nprint(json.dumps(sorted(sys.modules)))"

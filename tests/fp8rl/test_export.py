@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,12 +26,13 @@ from fp8rl.errors import (
     UnsupportedError,
 )
 from fp8rl.export import plan_export, write_export
-from fp8rl.models.folder import RECIPE_FILE, folder_module_names, folder_tensors
+from fp8rl.models.folder import RECIPE_FILE, folder_tensors
 from fp8rl.models.spec import ModelSpec
+from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache, Pins
 from fp8rl.weight_files import WeightFile
 from support.model_folders import CONFIG, model, read, weights
-from support.processes import run_code
+from support.numeric import same_codes
 
 NO_KV = Recipe(kv_cache=KVCache(dtype="auto"))
 SCALES = {
@@ -72,33 +73,16 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
-def test_weights_are_codes_and_scales_by_the_formula_in_float64(dense, tmp_path, scale_format):
-    """Every weight lies within half a step of E4M3 of its source, and scales are amax / 448."""
-    recipe = NO_KV.model_copy(
-        update={"weights": NO_KV.weights.model_copy(update={"scale_format": scale_format})}
-    )
+def test_weights_are_the_codes_of_the_numeric_contract(dense, tmp_path, scale_format):
+    """What those are in float64: ``numerics/test_quantize.py``."""
+    recipe = Recipe.from_dict(NO_KV.to_dict() | {"weights": {"scale_format": scale_format}})
     exported(dense, tmp_path / "out", recipe)
     source, found = read(dense), read(tmp_path / "out")
     fp8 = [name for name in found if found[name].dtype == torch.float8_e4m3fn]
     assert len(fp8) == 14
     for name in fp8:
-        codes, scale_inv = found[name], found[f"{name}_scale_inv"]
-        rows, columns = codes.shape
-        assert scale_inv.dtype == torch.float32
-        assert scale_inv.shape == (-(-rows // 128), -(-columns // 128))
-        w = source[name].double()
-        for i in range(scale_inv.shape[0]):
-            for j in range(scale_inv.shape[1]):
-                block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
-                scale = scale_inv[i, j].double()
-                least = w[block].abs().max() / 448
-                exact = least if scale_format == "fp32" else 2 ** torch.ceil(torch.log2(least))
-                assert abs(scale - exact) <= 1e-6 * exact
-                ideal = w[block] / scale
-                step = 2 ** torch.floor(torch.log2(ideal.abs().clamp(min=2**-6))) / 8
-                assert (
-                    (codes[block].double() - ideal).abs() <= step / 2 + 1e-6 * ideal.abs()
-                ).all()
+        expected = quantize_block(source[name], scale_format=scale_format)
+        assert same_codes((found[name], found[f"{name}_scale_inv"]), expected), name
 
 
 def test_what_is_not_fp8_keeps_its_bytes(tmp_path):
@@ -141,6 +125,8 @@ def test_files_are_small_and_the_index_is_right(tmp_path, files):
     assert {name: file.name for name, file in folder_tensors(out).items()} == stored
     exported(model(tmp_path / "one", TENSORS), tmp_path / "a")
     assert_equal(read(out), read(tmp_path / "a"))
+    with safe_open(written[0], framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
 
 
 def test_tensors_of_all_experts_are_split(tmp_path):
@@ -163,31 +149,32 @@ def test_tensors_of_all_experts_are_split(tmp_path):
     one, together = read(tmp_path / "one"), read(tmp_path / "all")
     assert_equal(one, together)
     wrong = model(tmp_path / "wrong", fused, **MOE | {"num_experts": 4})
-    refused(wrong, UnsupportedError, "experts.* has shape .*, which does not hold")
+    with pytest.raises(UnsupportedError, match=r"experts.* has shape .*, which does not hold"):
+        plan_export(wrong, NO_KV)
 
 
-def test_layers_beside_the_model_stay_in_bf16(tmp_path):
-    """Draft layers of multi-token prediction: no rollout of fp8rl runs them."""
-    draft = "model.layers.2.mlp.down_proj"
-    tensors = TENSORS | {f"{draft}.weight": torch.ones(256, 384).bfloat16()}
-    last = pinned(last=1)
-    found = exported(model(tmp_path / "in", tensors), tmp_path / "out", last)
-    assert {draft, "model.layers.1.mlp.down_proj"} < set(found["ignored_layers"])
-    assert read(tmp_path / "out")[f"{draft}.weight"].dtype == torch.bfloat16
+def test_a_tied_head_and_rows_of_a_part_of_a_block(tmp_path):
+    names = [name for name in DENSE if name != "lm_head"]
+    checkpoint = model(tmp_path / "in", weights(names, o_proj=320), tie_word_embeddings=True)
+    assert exported(checkpoint, tmp_path / "out")["ignored_layers"] == ["lm_head"]
+    assert read(tmp_path / "out")["model.layers.0.self_attn.o_proj.weight_scale_inv"].shape[0] == 3
 
 
-def test_draft_experts_in_one_tensor_stay_in_bf16(tmp_path):
+def test_draft_layers_stay_in_bf16(tmp_path):
     """Under the name of all experts of the layer; experts of the model are not listed with them."""
-    draft = "mtp.layers.0.mlp.experts"
+    draft, dense_draft = "mtp.layers.0.mlp.experts", "model.layers.2.mlp.down_proj"
     tensors = weights(ModelSpec.of(MOE).names) | {
         f"{draft}.{leaf}": torch.ones(3, 256, 256).bfloat16()
         for leaf in ("gate_up_proj", "down_proj")
     }
     tensors |= {f"{draft.removesuffix('experts')}gate.weight": torch.ones(3, 256).bfloat16()}
+    tensors |= {f"{dense_draft}.weight": torch.ones(256, 384).bfloat16()}
     found = exported(model(tmp_path / "in", tensors, **MOE), tmp_path / "out")
     assert [n for n in found["ignored_layers"] if n.endswith(".experts")] == [draft]
-    assert "mtp.layers.0.mlp.gate" in found["ignored_layers"]
-    assert read(tmp_path / "out")[f"{draft}.down_proj"].dtype == torch.bfloat16
+    assert {"mtp.layers.0.mlp.gate", dense_draft} < set(found["ignored_layers"])
+    written = read(tmp_path / "out")
+    for name in (f"{draft}.down_proj", f"{dense_draft}.weight"):
+        assert written[name].dtype == torch.bfloat16
 
 
 def test_tokenizer_comes_along_and_other_weights_do_not(dense, tmp_path):
@@ -262,55 +249,25 @@ def test_bad_kv_scales(dense, tmp_path, scales, match):
         plan_export(dense, Recipe(), kv_scales=scale_file(tmp_path, scales))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("mtp.layers.0.self_attn.k_scale", 9.0, "mtp.layers.0.*' is stored beside the weights"),
-        ("model.layers.0.self_attn.k_proj.k_scale", 9.0, "k_proj.k_scale' is stored beside"),
-        ("model.layers.0.self_attn.attn.k_scale", 9.0, "are both the k scale of layer 0; keep one"),
-        ("model.layers.7.self_attn.k_scale", 9.0, "layers.7.*' belongs to no layer of the model"),
-    ],
-)
-def test_stored_kv_scales_of_similar_names(tmp_path, name, value, message):
-    """Each of them replaced the scale of layer 0, or would do so in vLLM, which maps such names."""
-    tensors = dict(TENSORS)
-    tensors |= {name: torch.tensor([value]) for name, value in SCALES.items()}
-    checkpoint = model(tmp_path / "in", tensors | {name: torch.tensor([value])})
-    refused(checkpoint, Fp8RLError, message, Recipe())
-
-
-def test_a_kv_scale_of_any_size_is_not_read(tmp_path, monkeypatch):
-    tensors = TENSORS | {name: torch.ones(8) for name in SCALES}
-    monkeypatch.setattr(WeightFile, "read", lambda *_: pytest.fail("a tensor was read"))
-    refused(model(tmp_path / "in", tensors), ScaleError, r"_scale' has shape \(8,\)", Recipe())
-    file = tmp_path / "scales.safetensors"
-    save_file({"model.layers.0.self_attn.k_scale": torch.ones(9)}, file)
-    with pytest.raises(ScaleError, match=r"k_scale' has shape \(9,\); store one value"):
-        plan_export(tmp_path / "in", Recipe(), kv_scales=file)
-
-
-def test_unreadable_kv_scales(dense, tmp_path):
+def test_unreadable_kv_scales(dense, tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe.json")
-    for name, text in (
-        *(("none.json", None), ("pipe.json", None)),
-        *(("torn.json", "{"), ("torn.safetensors", "{")),
-    ):
-        if text is not None:
-            (tmp_path / name).write_text(text)
+    for name in ("torn.json", "torn.safetensors"):
+        (tmp_path / name).write_text("{")
+    for name in ("none.json", "pipe.json", "torn.json", "torn.safetensors"):
         with pytest.raises(ScaleError, match=f"cannot be read from '.*{name}'"):
             plan_export(dense, Recipe(), kv_scales=tmp_path / name)
-
-
-@pytest.mark.parametrize("dtype", ["auto", "int8_per_token_head"])
-def test_a_cache_without_scales_asks_for_none(dense, tmp_path, dtype):
-    plan_export(dense, Recipe(kv_cache=KVCache(dtype=dtype)))
+    monkeypatch.setattr(WeightFile, "read", lambda *_: pytest.fail("a tensor was read"))
+    save_file({K0: torch.ones(9)}, tmp_path / "large.safetensors")
+    with pytest.raises(ScaleError, match=r"k_scale' has shape \(9,\); store one value"):
+        plan_export(dense, Recipe(), kv_scales=tmp_path / "large.safetensors")
 
 
 def test_a_cache_of_latents_has_no_scales(tmp_path, monkeypatch):
     monkeypatch.setattr(ModelSpec, "refused", lambda spec, **sides: None)
     config = {"model_type": "deepseek_v3", "kv_lora_rank": 256, "n_routed_experts": None}
     checkpoint = model(tmp_path / "in", weights(ModelSpec.of(CONFIG | config).names), **config)
-    refused(checkpoint, UnsupportedError, "caches latents.*kv_cache.dtype to auto", Recipe())
+    with pytest.raises(UnsupportedError, match=r"caches latents.*kv_cache.dtype to auto"):
+        plan_export(checkpoint, Recipe())
     found = exported(checkpoint, tmp_path / "out")
     assert "model.layers.0.self_attn.kv_b_proj" in found["ignored_layers"]
 
@@ -336,12 +293,8 @@ def test_a_language_model_under_a_wrapper(tmp_path, monkeypatch):
     for name in (f"{prefix}.0.linear_attn.in_proj_qkv", f"{prefix}.3.self_attn.q_proj"):
         assert name not in ignored
         assert tensors[f"{name}.weight"].dtype == torch.float8_e4m3fn
-    refused(
-        checkpoint,
-        ScaleError,
-        r"no KV scale 'model.language_model.layers.3.self_attn.k_scale'",
-        Recipe(),
-    )
+    with pytest.raises(ScaleError, match=rf"no KV scale '{prefix}.3.self_attn.k_scale'"):
+        plan_export(checkpoint, Recipe())
 
 
 # quantization_config
@@ -361,45 +314,31 @@ def sglang_config(config: dict) -> tuple[str, list[int], set[str]]:
     return config["quant_method"], config["weight_block_size"], bare | {f"model.{n}" for n in bare}
 
 
-def _whole(prefix: str, ignored: set[str]) -> bool:
-    return prefix in ignored
+MATCHES: tuple[Callable[[str, set[str]], bool], ...] = (
+    lambda name, ignored: name in ignored,
+    lambda name, ignored: any(f".{each}." in f".{name}." for each in ignored),
+    lambda name, ignored: any(each in name for each in ignored),
+    lambda name, ignored: any(re.match(each, name) or name.endswith(each) for each in ignored),
+)
+"""Whole names, parts between dots, or any part: releases of SGLang (is_layer_skipped of
+python/sglang/srt/layers/quantization/utils.py, commit 006d0961 and later); the start: transformers
+(should_convert_module)."""
 
 
-def _boundary(prefix: str, ignored: set[str]) -> bool:
-    return any(f".{each}." in f".{prefix}." for each in ignored)
-
-
-def _substring(prefix: str, ignored: set[str]) -> bool:
-    return any(each in prefix for each in ignored)
-
-
-def _transformers(prefix: str, ignored: set[str]) -> bool:
-    return any(re.match(each, prefix) or prefix.endswith(each) for each in ignored)
-
-
-@pytest.mark.parametrize("matches", [_whole, _boundary, _substring, _transformers])
 @pytest.mark.parametrize(
     "pins",
-    [
-        Pins(),
-        Pins(first=1),
-        Pins(layers=(1,)),
-        Pins(kinds=("down_proj",)),
-        Pins(kinds=("experts",)),
-    ],
-    ids=["none", "first", "layer", "kind", "experts"],
+    [Pins(), Pins(layers=(1,)), Pins(kinds=("down_proj", "experts"))],
+    ids=["none", "layer", "kinds"],
 )
-def test_every_engine_finds_the_same_modules_in_bf16(tmp_path, pins, matches):
-    """Releases of SGLang compare whole names, parts between dots, or any part (is_layer_skipped of
-    python/sglang/srt/layers/quantization/utils.py, commit 006d0961 and later), transformers the
-    start (should_convert_module). With 12 layers a short name must not match a longer number."""
+def test_every_engine_finds_the_same_modules_in_bf16(tmp_path, pins):
+    """With 12 layers a short name must not match a longer number."""
     config = MOE | {"num_hidden_layers": 12, "mlp_only_layers": [*range(0, 12, 2)]}
     names = ModelSpec.of(config).names
     checkpoint = model(tmp_path / "in", weights(names), **config)
     plan = plan_export(checkpoint, NO_KV.model_copy(update={"pins": pins}))
     method, block, ignored = sglang_config(plan.quantization_config())
     assert (method, block) == ("fp8", [128, 128])
-    for name in names:
+    for name, matches in product(names, MATCHES):
         leaf = name.split(".")[-1]
         if leaf == "embed_tokens" or leaf.endswith("norm"):
             continue
@@ -413,161 +352,54 @@ def test_every_engine_finds_the_same_modules_in_bf16(tmp_path, pins, matches):
                 assert matches(name.removesuffix(leaf) + fused, ignored) != fp8
 
 
-def test_both_spellings_and_the_recipe(dense, tmp_path):
-    recipe = pinned(names=("*.1.mlp.down_proj",))
-    found = exported(dense, tmp_path / "out", recipe)
-    assert found["ignored_layers"] == found["modules_to_not_convert"]
-    assert set(found["ignored_layers"]) == {"lm_head", "model.layers.1.mlp.down_proj"}
-    assert Recipe.from_dict(found["recipe"]) == recipe
-    assert "scale_fmt" not in found
-
-
-def test_powers_of_two_are_said(dense, tmp_path):
+def test_both_spellings_the_recipe_and_powers_of_two(dense, tmp_path):
     """``scale_fmt`` is how vLLM and SGLang learn that activations too have powers of two."""
-    pow2 = {"scale_format": "pow2"}
-    both = Recipe.from_dict({"weights": pow2, "activations": pow2, "kv_cache": {"dtype": "auto"}})
-    assert exported(dense, tmp_path / "out", both)["scale_fmt"] == "ue8m0"
-    one = Recipe.from_dict({"weights": pow2, "kv_cache": {"dtype": "auto"}})
-    assert "scale_fmt" not in exported(dense, tmp_path / "other", one)
-
-
-def test_a_tied_output_projection_is_left_alone(tmp_path):
-    names = [name for name in ModelSpec.dense(2).names if name != "lm_head"]
-    checkpoint = model(tmp_path / "in", weights(names), tie_word_embeddings=True)
-    assert exported(checkpoint, tmp_path / "out")["ignored_layers"] == ["lm_head"]
+    pow2 = {"weights": {"scale_format": "pow2"}}
+    for number, more in enumerate(({}, pow2, pow2 | {"activations": {"scale_format": "pow2"}})):
+        values = pinned(names=("*.1.mlp.down_proj",)).to_dict() | more
+        found = exported(dense, tmp_path / str(number), Recipe.from_dict(values))
+        assert found["ignored_layers"] == found["modules_to_not_convert"]
+        assert set(found["ignored_layers"]) == {"lm_head", "model.layers.1.mlp.down_proj"}
+        assert found["recipe"] == Recipe.from_dict(values).to_dict()
+        assert found.get("scale_fmt") == ("ue8m0" if number == 2 else None)
 
 
 # What is refused
 
 
-def refused(folder: Path, error: type[Fp8RLError], match: str, recipe: Recipe = NO_KV) -> None:
-    with pytest.raises(error, match=match):
-        plan_export(folder, recipe)
-
-
-def without(name: str) -> dict[str, torch.Tensor]:
-    return {n: tensor for n, tensor in TENSORS.items() if n != name}
-
-
+Make = Callable[[Path], object]
 DOWN, O_PROJ = "model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.o_proj.weight"
-OF_EXPERTS = {"model.layers.0.mlp.experts.down_proj": torch.zeros(3, 256, 384).bfloat16()}
-NOTHING_FITS = {
+INDEX, PARTS = "model.safetensors.index.json", ("part-0.safetensors", "part-1.safetensors")
+NARROW = {
     n: t[:, :500].contiguous() if "o_proj" in n else t
     for n, t in weights(DENSE, 320, q_proj=100, gate_proj=100, up_proj=100).items()
 }
-STORED = (  # the first stood in the place of the computed ones
-    f"{DOWN}_scale_inv",
-    DOWN.replace(".weight", ".weight_scale"),
-    DOWN.replace(".weight", ".input_scale"),
-    "model.layers.1.mlp.experts.down_proj_scale_inv",
-    "model.layers.0.self_attn.k_proj.output_scale",
-)
-BAD_MODELS: list[tuple[dict[str, torch.Tensor], dict, type[Fp8RLError], str]] = [
-    *(
-        (TENSORS, config, UnsupportedError, match)
-        for config, match in (
-            ({"kv_lora_rank": 512}, "multi-latent attention.*give a model that FP8 rollouts serve"),
-            ({"vision_config": {}}, "a multimodal model"),
-            ({"model_type": "x", "num_local_experts": 8}, "an MoE model"),
-            ({"model_type": "apertus"}, "a dense model .'apertus'. of an unknown family; give a m"),
-        )
-    ),
-    *(
-        (tensors, {}, UnsupportedError, match)
-        for tensors, match in (
-            (
-                weights(DENSE, k_proj=192),
-                r"k_proj.weight' have 192 rows, .*'qkv_proj'; .*{kinds: .qkv_proj.}",
-            ),
-            (weights(DENSE, gate_proj=320, up_proj=320), "320 columns, no multiple of 128"),
-            (weights(DENSE, 320), "_proj.weight' and 7 more have 320 columns, no multiple of 128"),
-            (NOTHING_FITS, "which leaves no weight for FP8: serve this model in BF16"),
-            (
-                TENSORS | {DOWN: TENSORS[DOWN].to(torch.float8_e4m3fn)},
-                f"'{DOWN}' has dtype F8_E4M3; FP8 is made of BF16",
-            ),
-            (
-                TENSORS | {DOWN: TENSORS[DOWN][None]},
-                f"'{DOWN}' has shape .1, 256, 384., no matrix",
-            ),
-        )
-    ),
-    *(
-        (TENSORS | {name: torch.full((1,), 7.0)}, {}, UnsupportedError,
-         f"'{re.escape(name)}' is stored beside the weights, as in a quantized model; give the")
-        for name in STORED
-    ),
-    (without(O_PROJ), {}, ModelError, f"has no tensor '{O_PROJ}', which its config.json says"),
-    (TENSORS, {"quantization_config": {"quant_method": "fp8"}}, ModelError, "quantized already"),
-    (TENSORS, {"num_hidden_layers": None}, ModelError, "num_hidden_layers is None"),
-    (OF_MOE | OF_EXPERTS, MOE, UnsupportedError, "hold one weight; store it once"),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("tensors", "config", "error", "match"), BAD_MODELS)
-def test_a_model_that_is_not_served(tmp_path, tensors, config, error, match):
-    refused(model(tmp_path / "in", tensors, **config), error, match)
+def checkpoint(tensors: dict[str, torch.Tensor] = TENSORS, **config: object) -> Make:
+    return lambda folder: model(folder, tensors, **config)
 
 
-def test_a_family_without_a_gate_is_served(tmp_path):
-    """Where the table lacks a type it counted as Llama: "download the model again"."""
-    config = {"model_type": "arcee"}
-    tensors = weights([n for n in ModelSpec.of(CONFIG | config).names if "gate_proj" not in n])
-    written = exported(model(tmp_path / "in", tensors, **config), tmp_path / "out")
-    assert "model.layers.0.mlp.up_proj" not in written["ignored_layers"]
+def beside(name: str, size: float = 9.0) -> Make:
+    """A tensor beside weights and KV scales."""
+    scales = {name: torch.tensor([value]) for name, value in SCALES.items()}
+    return checkpoint(TENSORS | scales | {name: torch.tensor([size])})
 
 
-@pytest.mark.parametrize(
-    ("files", "error", "match"),
-    [
-        ([], ModelError, "is no folder"),
-        (["other"], ModelError, "has no model.safetensors; give the folder of a Hugging Face"),
-        *(
-            (files, UnsupportedError, match)
-            for files, match in (
-                (["policy/weights/iter_0000010/metadata.json"], "convert_megatron_to_hf.py of NeM"),
-                (["iter_0000010/metadata.json"], "a checkpoint of Megatron, which only Megatron r"),
-                (["latest_checkpointed_iteration.txt"], "a checkpoint of Megatron"),
-                (["policy/weights/model/__0_0.distcp"], "convert_dcp_to_hf.py .*save_consolidated"),
-                (["__0_0.distcp", ".metadata"], "distributed checkpoint of PyTorch"),
-                (["pytorch_model.bin", "config.json"], "torch.save; write them as safetensors"),
-                (["adapter_config.json", "adapter_model.safetensors"], "LoRA adapter without its"),
-            )
-        ),
-    ],
-)
-def test_checkpoints_of_other_kinds_say_how_to_convert(tmp_path, files, error, match):
-    for name in files:
-        file = tmp_path / "in" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("{}")
-    refused(tmp_path / "in", error, match)
+def holding(*names: str) -> Make:
+    def make(folder: Path) -> None:
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("{}")
+
+    return make
 
 
-def test_the_folder_of_a_run_names_its_newest_checkpoint(tmp_path):
-    for step in ("step-000002", "step-000010"):
-        model(tmp_path / "run" / step, TENSORS)
-    refused(tmp_path / "run", ModelError, "give one of them, such as '.*step-000010'")
+def changed(change: Make) -> Make:
+    return lambda folder: change(model(folder, TENSORS, files=2))
 
 
-def test_rows_of_a_matrix_of_its_own_may_end_in_a_part_of_a_block(tmp_path):
-    exported(model(tmp_path / "in", weights(DENSE, o_proj=320)), tmp_path / "out")
-    assert read(tmp_path / "out")["model.layers.0.self_attn.o_proj.weight_scale_inv"].shape[0] == 3
-
-
-def test_pins_of_some_experts_or_of_nothing(tmp_path, dense):
-    some = pinned(names=("*.0.mlp.experts.1.*",))
-    match = "part of 'model.layers.0.mlp.experts' in BF16"
-    refused(model(tmp_path / "in", OF_MOE, **MOE), UnsupportedError, match, some)
-    refused(dense, PinError, "layers: 7", pinned(layers=(7,)))
-    refused(dense, OptionError, "rollout: false", NO_KV.model_copy(update={"rollout": False}))
-
-
-Change = Callable[[Path], object]
-INDEX = "model.safetensors.index.json"
-
-
-def indexed(name: str, file: str | None) -> Change:
+def indexed(name: str, file: str | None) -> Make:
     """Name another file for a tensor; ``{}`` is the folder."""
 
     def change(folder: Path) -> None:
@@ -576,11 +408,11 @@ def indexed(name: str, file: str | None) -> Change:
         kept = {name: file for name, file in table.items() if file}
         (folder / INDEX).write_text(json.dumps({"weight_map": kept}))
 
-    return change
+    return changed(change)
 
 
-def linked(name: str, target: str = "../secret") -> Change:
-    """Put a link in the place of a file, whose content the secret beside the folder has then."""
+def linked(name: str, target: str = "../secret") -> Make:
+    """A link in the place of a file, whose content the secret beside the folder has then."""
 
     def change(folder: Path) -> None:
         file = folder / name
@@ -588,50 +420,141 @@ def linked(name: str, target: str = "../secret") -> Change:
         file.unlink(missing_ok=True)
         file.symlink_to(target)
 
-    return change
+    return changed(change)
 
 
-def piped(name: str) -> Change:
-    return lambda folder: ((folder / name).unlink(missing_ok=True), os.mkfifo(folder / name))
+def piped(name: str) -> Make:
+    return changed(lambda f: ((f / name).unlink(missing_ok=True), os.mkfifo(f / name)))
 
 
-PARTS = ("part-0.safetensors", "part-1.safetensors")
-BAD_FOLDERS: list[tuple[Change, str]] = [
+UNSUPPORTED: list[tuple[Make, str]] = [
+    (checkpoint(kv_lora_rank=512), "multi-latent attention.*give a model that FP8 rollouts serve"),
+    (checkpoint(vision_config={}), "a multimodal model"),
+    (checkpoint(model_type="x", num_local_experts=8), "an MoE model"),
+    (
+        checkpoint(model_type="apertus"),
+        "a dense model .'apertus'. of an unknown family; give a model",
+    ),
+    (
+        checkpoint(weights(DENSE, k_proj=192)),
+        r"k_proj.weight' have 192 rows, .*'qkv_proj'; .*{kinds: .qkv_proj.}",
+    ),
+    (checkpoint(weights(DENSE, 320)), "_proj.weight' and 7 more have 320 columns, no multiple of"),
+    (checkpoint(NARROW), "which leaves no weight for FP8: serve this model in BF16"),
+    (
+        checkpoint(TENSORS | {DOWN: TENSORS[DOWN].to(torch.float8_e4m3fn)}),
+        f"'{DOWN}' has dtype F8_E4M3; FP8 is made of BF16",
+    ),
+    (
+        checkpoint(TENSORS | {DOWN: TENSORS[DOWN][None]}),
+        f"'{DOWN}' has shape .1, 256, 384., no matrix",
+    ),
+    *(
+        (
+            checkpoint(TENSORS | {name: torch.full((1,), 7.0)}),
+            f"'{name}' is stored beside the weights, as in a quantized model; give the",
+        )
+        for name in (f"{DOWN}_scale_inv", DOWN.replace(".weight", ".input_scale"))
+    ),
+    (
+        checkpoint(
+            OF_MOE | {"model.layers.0.mlp.experts.down_proj": torch.zeros(3, 256, 384).bfloat16()},
+            **MOE,
+        ),
+        "hold one weight; store it once",
+    ),
+    (holding("policy/weights/iter_0000010/metadata.json"), "convert_megatron_to_hf.py of NeMo"),
+    (holding("latest_checkpointed_iteration.txt"), "a checkpoint of Megatron, which only Megatron"),
+    (holding("policy/weights/model/__0_0.distcp"), "convert_dcp_to_hf.py .*save_consolidated"),
+    (holding("__0_0.distcp", ".metadata"), "distributed checkpoint of PyTorch"),
+    (holding("pytorch_model.bin", "config.json"), "torch.save; write them as safetensors"),
+    (holding("adapter_config.json", "adapter_model.safetensors"), "LoRA adapter without its"),
+]
+BAD_FOLDERS: list[tuple[Make, str]] = [
+    (lambda folder: None, "is no folder"),
+    (holding("other"), "has no model.safetensors; give the folder of a Hugging Face"),
+    (
+        lambda folder: [model(folder / f"step-0000{n}", TENSORS) for n in ("02", "10")],
+        "give one of them, such as '.*step-000010'",
+    ),
+    (
+        checkpoint({n: t for n, t in TENSORS.items() if n != O_PROJ}),
+        f"has no tensor '{O_PROJ}', which its config.json says",
+    ),
+    (checkpoint(quantization_config={"quant_method": "fp8"}), "quantized already"),
+    (checkpoint(num_hidden_layers=None), "num_hidden_layers is None"),
     *(
         (indexed(DOWN, file), "names '.*', which is no name of a file in its folder")
-        for file in ("../in/part-1.safetensors", "{}/part-1.safetensors", "a/b", "..", "x/")
+        for file in ("../in/part-1.safetensors", "{}/part-1.safetensors", "..")
     ),
     # Without an index such files are no model, so it is no remedy to remove it.
     (indexed(DOWN, None), f"holds '{DOWN}', against what .*; download the model again, or write"),
-    (indexed("x.k_scale", PARTS[1]), r"part-1.safetensors' lacks 'x.k_scale'"),
-    (indexed(K0, PARTS[1]), f"lacks '{K0}', against what"),
+    (indexed(K0, PARTS[1]), f"part-1.safetensors' lacks '{K0}', against what"),
     *(
         (linked(name), f"links that lead out of it, .*: '{name} -> .*/secret'; copy what belongs")
-        for name in ("tokenizer.json", PARTS[0], "config.json", "notes.txt")
+        for name in (PARTS[0], "notes.txt")
     ),
-    (
-        linked("vocab.json", "nowhere"),
-        r"vocab.json' cannot be read \(No such file or dir.*; put the",
-    ),
+    (linked("vocab.json", "nowhere"), r"vocab.json' cannot be read \(No such file or dir.*; put"),
     *(
         (piped(name), f"{name}' is a pipe, a device or a socket, no regular file")
-        for name in ("vocab.json", PARTS[0], INDEX, "config.json")
+        for name in ("vocab.json", PARTS[0], INDEX)
     ),
-    (lambda folder: os.truncate(folder / PARTS[1], 1000), "part-1.safetensors' is no whole safet"),
-    (lambda folder: (folder / PARTS[0]).replace(folder / PARTS[1]), "names 'part-0.*which is not"),
     (
-        lambda folder: (folder / "config.json").write_text('{"model_type": "x", "model_type": ""}'),
+        changed(lambda f: os.truncate(f / PARTS[1], 1000)),
+        "part-1.safetensors' is no whole safetens",
+    ),
+    (changed(lambda f: (f / PARTS[0]).replace(f / PARTS[1])), "names 'part-0.*which is not"),
+    (
+        changed(lambda f: (f / "config.json").write_text('{"model_type": "", "model_type": ""}')),
         "config.json.model_type' is given twice",
     ),
-    (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    (changed(lambda f: (f / "config.json").unlink()), "has no config.json"),
+]
+OTHERS: list[tuple[Make, str, type[Fp8RLError], Recipe]] = [
+    (
+        checkpoint(OF_MOE, **MOE),
+        "part of 'model.layers.0.mlp.experts' in BF16",
+        UnsupportedError,
+        pinned(names=("*.0.mlp.experts.1.*",)),
+    ),
+    (checkpoint(), "layers: 7", PinError, pinned(layers=(7,))),
+    (checkpoint(), "rollout: false", OptionError, NO_KV.model_copy(update={"rollout": False})),
+    (checkpoint(TENSORS | {K0: torch.ones(8)}), r"_scale' has shape \(8,\)", ScaleError, Recipe()),
+    # Each of these names replaced the scale of layer 0, or would do so in vLLM.
+    (beside("mtp.layers.0.self_attn.k_scale"), "mtp.*beside the", UnsupportedError, Recipe()),
+    (
+        beside("model.layers.0.self_attn.k_proj.k_scale"),
+        "k_proj.k_scale' is stored beside",
+        UnsupportedError,
+        Recipe(),
+    ),
+    (
+        beside("model.layers.0.self_attn.attn.k_scale"),
+        "are both the k scale of layer 0; keep one",
+        ScaleError,
+        Recipe(),
+    ),
+    (
+        beside("model.layers.7.self_attn.k_scale"),
+        "layers.7.*' belongs to no layer of the model",
+        ScaleError,
+        Recipe(),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("change", "match"), BAD_FOLDERS)
-def test_a_damaged_folder(tmp_path, change, match):
-    folder = model(tmp_path / "in", TENSORS, files=2)
-    change(folder)
-    refused(folder, ModelError, match)
+@pytest.mark.parametrize(
+    ("make", "match", "error", "recipe"),
+    [
+        *((*row, UnsupportedError, NO_KV) for row in UNSUPPORTED),
+        *((*row, ModelError, NO_KV) for row in BAD_FOLDERS),
+        *OTHERS,
+    ],
+)
+def test_refused(tmp_path, make, match, error, recipe):
+    make(tmp_path / "in")
+    with pytest.raises(error, match=match):
+        plan_export(tmp_path / "in", recipe)
 
 
 def test_a_snapshot_of_a_hub_cache(dense, tmp_path):
@@ -650,72 +573,34 @@ def test_a_snapshot_of_a_hub_cache(dense, tmp_path):
     assert not copy.is_symlink() and copy.read_text() == "{}"
     (snapshot / "vocab.json").symlink_to("../../refs")
     (repository / "refs").write_text("")
-    refused(snapshot, ModelError, "links that lead out of it, and not into its Hugging Face cache")
+    with pytest.raises(ModelError, match="lead out of it, and not into its Hugging Face cache"):
+        plan_export(snapshot, NO_KV)
 
 
 def test_all_problems_are_named_at_once_and_the_remedies_work(tmp_path):
     """One by one they cost a run each, and pins of a part of a fused module are refused."""
     tensors = weights(DENSE, k_proj=192, gate_proj=320, up_proj=320)
-    extra = {f"{name}_scale_inv": torch.ones(1) for name in list(tensors)}
-    for name in list(tensors):
-        if ".0.self_attn.o_proj" in name:
-            del tensors[name]
-    checkpoint = model(tmp_path / "in", tensors | extra)
-    (checkpoint / "notes.txt").symlink_to("/etc/hostname")
-    with pytest.raises(ModelError) as caught:
+    extra = {f"{name}_scale_inv": torch.ones(1) for name in tensors}
+    kept = {name: tensor for name, tensor in tensors.items() if ".0.self_attn.o_proj" not in name}
+    checkpoint = model(tmp_path / "in", kept | extra)
+    with pytest.raises(UnsupportedError) as caught:
         plan_export(checkpoint, Recipe())
     message = str(caught.value)
     for words in (
-        "cannot be exported, for 5 reasons: (1) ",
-        "notes.txt -> ",
+        "cannot be exported, for 4 reasons: (1) ",
         f" and {len(extra) - 3} more are stored beside the weights",
         "there is no KV scale 'model.layers.0.self_attn.k_scale', ",
-        "' and 1 more; give a file of vllm_fp8rl.calibration",
         "gate_proj.weight' have 320 rows",
         "k_proj.weight' have 192 rows",
         "has no tensor 'model.layers.0.self_attn.o_proj.weight'",
     ):
         assert words in message
     assert len(message) < 2500
-    (checkpoint / "notes.txt").unlink()
-    save_file(
-        weights(DENSE, k_proj=192, gate_proj=320, up_proj=320),
-        checkpoint / "model.safetensors",
-    )
+    save_file(tensors, checkpoint / "model.safetensors")
     pins = yaml.safe_load(re.search(r"in BF16: (\{.*?\})", message)[1])
-    recipe = pinned(**pins)
-    found = exported(checkpoint, tmp_path / "out", recipe)
+    found = exported(checkpoint, tmp_path / "out", pinned(**pins))
     assert "model.layers.0.self_attn.qkv_proj" in found["ignored_layers"]
     assert "model.layers.0.self_attn.o_proj" not in found["ignored_layers"]
-
-
-def test_pins_for_some_layers_alone(tmp_path):
-    tensors = TENSORS | weights(["model.layers.1.mlp.down_proj"], 256, gate_proj=320)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    tensors[name] = tensors[name][:500]
-    checkpoint = model(tmp_path / "in", tensors)
-    with pytest.raises(UnsupportedError) as caught:
-        plan_export(checkpoint, NO_KV)
-    pins = yaml.safe_load(re.search(r"in BF16: (\{.*?\})", str(caught.value))[1])
-    block = "model.layers.0.self_attn"
-    qkv = [f"{block}.{leaf}_proj" for leaf in "qkv"]
-    assert pins == {"names": [*qkv, "model.layers.1.mlp.down_proj"]}
-    exported(checkpoint, tmp_path / "out", pinned(**pins))
-
-
-@pytest.mark.parametrize("key", ["num_hidden_layers", "model_type", "text_config", "layer_types"])
-@pytest.mark.parametrize(
-    "value", [None, [], [None], {}, {"a": [None]}, "x", True, -1, 1.5, float("nan"), 10**30]
-)
-def test_a_hostile_config(tmp_path, key, value):
-    """An error that names file and key, or a model all the same."""
-    checkpoint = model(tmp_path / "in", TENSORS, **{key: value})
-    for look in (lambda: plan_export(checkpoint, NO_KV), lambda: folder_module_names(checkpoint)):
-        try:
-            look()
-        except Fp8RLError as error:
-            assert "config.json" in str(error) or str(checkpoint) in str(error)
-            assert key in str(error) or "num_hidden_layers" in str(error) or "family" in str(error)
 
 
 # What stays when it breaks off
@@ -737,13 +622,20 @@ def replaced(file: Path) -> None:
     other.replace(file)
 
 
-@pytest.mark.parametrize("change", [rewritten, cut, replaced, Path.unlink])
 @pytest.mark.parametrize(
-    "name", ["part-0.safetensors", "part-1.safetensors", "config.json", "tokenizer.json"]
+    ("change", "name", "when"),
+    [
+        (rewritten, "part-0.safetensors", "before"),
+        (replaced, "part-1.safetensors", "before"),
+        (cut, "part-0.safetensors", "first"),
+        (rewritten, "part-1.safetensors", "first"),
+        (Path.unlink, "part-0.safetensors", "last"),
+        (replaced, "config.json", "first"),
+        (rewritten, "tokenizer.json", "last"),
+    ],
 )
-@pytest.mark.parametrize("when", ["before", "first", "last"])
 def test_a_source_that_changes_is_never_a_mixture(tmp_path, change, name, when):
-    """Between the checks and the first tensor, after it, and after the last one."""
+    """Before the first tensor is read, after it, or after the last; ``tests/fuzz``: anywhere."""
     checkpoint = model(tmp_path / "in", TENSORS, files=2)
     plan, seen = plan_export(checkpoint, NO_KV), []
     if when == "before":
@@ -759,74 +651,26 @@ def test_a_source_that_changes_is_never_a_mixture(tmp_path, change, name, when):
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-CUT = """
-import os, sys
-from pathlib import Path
-from fp8rl import Recipe
-from fp8rl.errors import ModelError
-from fp8rl.export import plan_export, write_export
-from fp8rl.recipe import KVCache
-checkpoint, out = map(Path, sys.argv[1:])
-plan = plan_export(checkpoint, Recipe(kv_cache=KVCache(dtype="auto")))
-cut = lambda tensor: os.truncate(checkpoint / "model.safetensors", 4096)
-try:
-    write_export(plan, out, progress=cut)
-except ModelError as error:
-    print(error)
-"""
-
-
-def test_a_source_that_is_cut_off_ends_no_process(dense, tmp_path):
-    """Mapped memory behind the end of a file is a SIGBUS, which nobody can catch."""
-    done = run_code(CUT, dense, tmp_path / "out", timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "model.safetensors' was cut off while it was read" in done.stdout
-
-
-def test_exports_of_one_process_id_do_not_meet(dense, tmp_path, monkeypatch):
-    """Containers on a shared file system: the second one leaves the first one's files alone."""
-    monkeypatch.setattr(os, "getpid", lambda: 1)
+def test_what_is_in_the_place_stays(dense, tmp_path):
+    """A folder, a link, and the first of two exports that write there at once."""
     plan, ended = plan_export(dense, NO_KV), []
-
-    def second(tensor: str) -> None:
-        if not ended:
-            ended.append(tensor)
-            with pytest.raises(KeyboardInterrupt):
-                write_export(plan, tmp_path / "out", progress=interrupt)
-
-    def interrupt(tensor: str) -> None:
-        raise KeyboardInterrupt
-
-    write_export(plan, tmp_path / "out", progress=second, shard_bytes=1)
-    assert ended and len(read(tmp_path / "out")) == len(read(dense)) + 14
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
-
-
-def test_the_first_of_two_exports_stays(dense, tmp_path):
-    plan, ended = plan_export(dense, NO_KV), []
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
 
     def other(tensor: str) -> None:
         if not ended:
             ended.append(tensor)
             write_export(plan, tmp_path / "out")
 
-    with pytest.raises(OptionError, match="out' exists; give a folder that does not"):
-        write_export(plan, tmp_path / "out", progress=other)
-    assert len(read(tmp_path / "out")) == len(read(dense)) + 14
-    mode = (tmp_path / "out").stat().st_mode & 0o777
-    assert mode == (tmp_path / "dense").stat().st_mode & 0o777
-
-
-def test_an_existing_folder_stays(dense, tmp_path):
-    plan = plan_export(dense, NO_KV)
-    for out in (tmp_path / "empty", tmp_path / "link"):
-        if out.name == "empty":
-            out.mkdir()
-        else:
-            out.symlink_to(tmp_path / "nowhere")
+    for name in ("empty", "link", "out"):
+        out = tmp_path / name
         with pytest.raises(OptionError, match=f"'{out}' exists; give a folder that does not"):
-            write_export(plan, out)
+            write_export(plan, out, progress=other)
+    with pytest.raises(OptionError, match=r"out' cannot be written \(File exists\)"):
+        write_export(plan, dense / "config.json" / "out")
     assert not any((tmp_path / "empty").iterdir())
+    assert len(read(tmp_path / "out")) == len(read(dense)) + 14
+    assert (tmp_path / "out").stat().st_mode & 0o777 == dense.stat().st_mode & 0o777
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -838,12 +682,6 @@ def test_a_bad_value_is_named_and_nothing_stays(tmp_path, value):
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_place_that_cannot_be_written(dense, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OptionError, match=r"out' cannot be written \(File exists\)"):
-        exported(dense, tmp_path / "file" / "out")
-
-
 # The command
 
 
@@ -853,28 +691,24 @@ def plain(monkeypatch):
     monkeypatch.delenv("FP8RL_RECIPE", raising=False)
 
 
-def run(*words: object):
-    app = cli.build_app(PluginManager(discover=False))
-    return CliRunner().invoke(app, ["export", *map(str, words)])
+def run(dense: Path, out: Path, *words: object):
+    """Call the command with the plugins that are installed."""
+    arguments = ["export", str(dense), str(out), *map(str, words)]
+    return CliRunner().invoke(cli.build_app(PluginManager()), arguments)
+
+
+def pins_last(*arguments: object) -> bool:
+    assert run(*arguments).exit_code == 0
+    return "model.layers.1.mlp.down_proj.weight_scale_inv" not in read(arguments[1])
 
 
 def test_the_recipe_of_the_checkpoint_is_taken(dense, tmp_path, monkeypatch):
     """A recipe on the command line comes first, then the checkpoint's, then the environment's."""
     monkeypatch.setenv("FP8RL_RECIPE", json.dumps({"kv_cache": {"dtype": "auto"}}))
-    app = PluginManager()  # the corrector of the recipe is a plugin's
-
-    def last_is_pinned(out: str, *words: str) -> bool:
-        result = CliRunner().invoke(
-            cli.build_app(app), ["export", str(dense), str(tmp_path / out), *words]
-        )
-        assert result.exit_code == 0, result.output
-        return "model.layers.1.mlp.down_proj.weight_scale_inv" not in read(tmp_path / out)
-
-    assert not last_is_pinned("a")
-    recipe = pinned(last=1).to_dict()
-    (dense / RECIPE_FILE).write_text(json.dumps(recipe))
-    assert last_is_pinned("b")
-    assert not last_is_pinned("c", "--recipe", json.dumps(NO_KV.to_dict()))
+    assert not pins_last(dense, tmp_path / "a")
+    (dense / RECIPE_FILE).write_text(json.dumps(pinned(last=1).to_dict()))
+    assert pins_last(dense, tmp_path / "b")
+    assert not pins_last(dense, tmp_path / "c", "--recipe", json.dumps(NO_KV.to_dict()))
 
 
 def test_the_config_of_a_run_is_a_recipe(dense, tmp_path):
@@ -883,47 +717,31 @@ def test_the_config_of_a_run_is_a_recipe(dense, tmp_path):
     keys = "fp8rl: '${fp8rl}', num_last_layers_in_bf16: 1"  # the second is upstream's
     loss = "loss_fn: {fp8rl: '${fp8rl}'}"
     file.write_text(f"{block}\n{loss}\npolicy: {{generation: {{vllm_cfg: {{{keys}}}}}}}\n")
-    app = cli.build_app(PluginManager())
-    words = ["export", str(dense), str(tmp_path / "out"), "--config", str(file)]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
+    result = run(dense, tmp_path / "out", "--config", file)
     assert f"Recipe: {file}" in result.output
     assert "7 of 14 linear modules in FP8" in result.output
     assert "model.layers.1.mlp.down_proj.weight_scale_inv" not in read(tmp_path / "out")
     file.write_text("grpo: {}\npolicy: {generation: {vllm_cfg: {}}}\n")
-    result = CliRunner().invoke(app, [*words[:2], str(tmp_path / "b"), *words[3:]])
+    result = run(dense, tmp_path / "b", "--config", file)
     assert "has no 'policy.generation.vllm_cfg.fp8rl'" in str(result.exception)
 
 
-def test_options_that_exclude_each_other(dense, tmp_path):
-    result = run(dense, tmp_path / "out", "--recipe", "{}", "--config", "x.yaml")
-    assert isinstance(result.exception, OptionError)
-    assert "not both" in str(result.exception)
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (("--config", "x.yaml"), "not both"),
+        (("--device", "cuda:99"), r"--device cuda:99 cannot be used \(.+\); give cpu"),
+        (("--device", "meta"), r"--device meta cannot be used \(.+\); give cpu"),
+    ],
+)
+def test_options_are_refused_at_the_start(dense, tmp_path, words, match):
+    result = run(dense, tmp_path / "out", "--recipe", "{}", *words)
+    assert isinstance(result.exception, OptionError) and not result.output
+    assert re.search(match, str(result.exception))
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "gpu", "meta"])
-def test_a_device_that_cannot_be_used_is_refused_at_the_start(dense, tmp_path, device):
-    result = run(dense, tmp_path / "out", "--recipe", "{}", "--device", device)
-    assert isinstance(result.exception, OptionError)
-    assert re.search(rf"--device {device} cannot be used \(.+\); give cpu", str(result.exception))
-    assert not result.output
-    assert not (tmp_path / "out").exists()
-
-
-def test_no_engine_is_imported(dense, tmp_path):
-    recipe = json.dumps(NO_KV.to_dict())
-    code = f"""
-import sys
-from fp8rl.cli import main
-sys.argv = ["fp8rl", "export", {str(dense)!r}, {str(tmp_path / "out")!r}, "--recipe", {recipe!r}]
-try:
-    main()
-except SystemExit as end:
-    assert not end.code, end.code
-print([name for name in ("vllm", "megatron", "transformers", "ray") if name in sys.modules])
-"""
-    assert run_code(code, timeout=120).stdout.strip().endswith("[]")
-    with safe_open(tmp_path / "out" / "model-00001-of-00001.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
-    assert sys.byteorder == "little"
+def test_a_check_without_its_engine_is_refused(dense, tmp_path):
+    app = cli.build_app(PluginManager(discover=False))
+    arguments = ["export", str(dense), str(tmp_path / "out"), "--check"]
+    assert "--check needs vllm_fp8rl" in str(CliRunner().invoke(app, arguments).exception)

@@ -89,47 +89,35 @@ def test_nan_of_a_counted_token_shows_everywhere(side):
     assert all(math.isnan(value) for value in found.values()), found
 
 
-def test_takes_no_part_in_autograd():
-    logprobs = torch.zeros(3, requires_grad=True)
-    assert mismatch_metrics(logprobs, logprobs, torch.ones(3)).ess == 1.0
-
-
-def test_empty_mask():
-    with pytest.raises(BatchError, match="selects no token"):
-        mismatch_metrics(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3))
-
-
-@pytest.mark.parametrize("shapes", [((2, 3), (2, 4), (2, 3)), ((2, 3), (2, 3), (3,))])
-def test_shapes_that_differ(shapes):
-    with pytest.raises(BatchError, match="must have one shape"):
-        mismatch_metrics(*(torch.zeros(shape) for shape in shapes))
-
-
 LOGPROBS = torch.full((2, 3), -1.0)
+NAMES = ("rollout_logprobs", "trainer_logprobs", "mask")
 
 
-@pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize(
-    "given",
-    [None, [1.0], "x", LOGPROBS.numpy(), LOGPROBS.to_sparse(), LOGPROBS.to("meta")],
-    ids=["None", "list", "text", "numpy", "sparse", "meta"],
+    ("arguments", "match"),
+    [
+        ((LOGPROBS, LOGPROBS, LOGPROBS * 0), "selects no token"),
+        ((LOGPROBS, torch.zeros(2, 4), LOGPROBS), "must have one shape"),
+        ((LOGPROBS, LOGPROBS, torch.ones(3)), "must have one shape"),
+        *(
+            (
+                [given if number == place else LOGPROBS for number in range(3)],
+                f"^{NAMES[place]} is a .* give a torch.Tensor",
+            )
+            for place in range(3)
+            for given in ([1.0], LOGPROBS.numpy(), LOGPROBS.to_sparse(), LOGPROBS.to("meta"))
+        ),
+        # Token numbers, which would be counted as log-probabilities.
+        ((LOGPROBS, LOGPROBS.long(), LOGPROBS), "trainer_logprobs came in torch.int64"),
+        ((LOGPROBS, LOGPROBS.to(torch.complex64), LOGPROBS), "came in torch.complex64"),
+    ],
 )
-def test_what_is_no_tensor_with_values(place, given):
-    arguments: list = [LOGPROBS, LOGPROBS, torch.ones(2, 3)]
-    arguments[place] = given
-    name = ("rollout_logprobs", "trainer_logprobs", "mask")[place]
-    with pytest.raises(BatchError, match=f"^{name} is a .* give a torch.Tensor"):
+def test_refused(arguments, match):
+    with pytest.raises(BatchError, match=match):
         mismatch_metrics(*arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
-def test_logprobs_are_floating_point(dtype):
-    """Integers would be counted as log-probabilities: token numbers in their place, naively."""
-    with pytest.raises(BatchError, match=f"trainer_logprobs came in {dtype}"):
-        mismatch_metrics(LOGPROBS, LOGPROBS.to(dtype), torch.ones(2, 3))
-
-
-@pytest.mark.parametrize("bounds", [(2.0, 0.5), (float("nan"), 2.0), (None, 2.0), (0.5, "2")])
+@pytest.mark.parametrize("bounds", [(2.0, 0.5), (math.nan, 2.0), (0.5, "2")])
 def test_bounds_that_are_none(bounds):
     low, high = bounds
     with pytest.raises(BatchError, match="are no bounds of a ratio"):

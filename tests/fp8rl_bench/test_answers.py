@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 
 from fp8rl.errors import UnsupportedError
-from fp8rl_bench import rollouts
-from fp8rl_bench.answers import PROMPTS, chat_ids, compared
-from fp8rl_bench.rollouts import prompts, sender_size, speeds
-from fp8rl_bench.variants import VARIANTS, cache_of, engine_arguments, recipe_of
+from fp8rl_bench.answers import compared
+from fp8rl_bench.rollouts import sender_size
 
 
 def test_log_probabilities_are_compared_as_in_float64() -> None:
@@ -27,51 +24,6 @@ def test_log_probabilities_are_compared_as_in_float64() -> None:
     assert found["token_mult_prob_error"] == pytest.approx(np.mean(error), rel=1e-6)
     assert found["capped_prob_error"] == pytest.approx(np.mean(error.clip(max=10)), rel=1e-6)
     assert error.max() > 10
-
-
-class Tokenizer:
-    """A token for each character; its template puts 1 before and 2 behind."""
-
-    chat_template: str | None = None
-    eos_token_id = 7
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [ord(c) for c in text]}
-
-    def apply_chat_template(self, message: Any, **options: Any) -> dict[str, list[int]]:
-        return {"input_ids": [1, *(ord(c) for c in message[0]["content"]), 2]}
-
-
-def test_prompts_have_the_template_of_the_model() -> None:
-    tokenizer = Tokenizer()
-    assert chat_ids(tokenizer, "ab") == [97, 98] and len(chat_ids(tokenizer, "a" * 900)) == 512
-    tokenizer.chat_template = "there is one"
-    assert chat_ids(tokenizer, "ab") == [1, 97, 98, 2]
-    assert len(set(PROMPTS)) == 128
-
-
-def test_prompts_of_a_load_are_within_the_vocabulary() -> None:
-    made = [prompt["prompt_token_ids"] for prompt in prompts(6, 50, samples=2, words=97)]
-    assert made[0] == made[1] != made[2] and max(map(max, made)) < 97
-
-
-@pytest.mark.parametrize(
-    ("calls", "seconds", "done"), [(None, 30, 2), (None, 8, 3), (None, 1, 5), (3, 30, 3), (1, 1, 1)]
-)
-def test_the_first_engine_fills_some_seconds_and_others_repeat_as_often(
-    calls: int | None, seconds: float, done: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, measured = [0.0], []
-
-    def measure(llm: Any, load: Any, tokens: int, *, words: int) -> float:
-        measured.append(tokens)
-        now[0] += seconds
-        return 7.0
-
-    monkeypatch.setattr(rollouts, "tokens_per_second", measure)
-    monkeypatch.setattr(rollouts.time, "perf_counter", lambda: now[0])
-    assert speeds(None, (2, 8, 128), 99, calls) == [7.0] * done
-    assert measured == [64, *[128] * done]
 
 
 VOCABULARY, GIB = 622_000_000, 1 << 30  # elements of Qwen3-8B's largest tensor
@@ -95,17 +47,3 @@ def test_a_sender_takes_half_of_the_free_memory_at_most(
         return
     with pytest.raises(UnsupportedError, match=r"needs 2.3 GiB .* has 2.0; give --memory less"):
         sender_size(sizes, free)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_each_variant_has_an_engine(variant: str) -> None:
-    found = engine_arguments(variant)
-    assert found.get("kv_cache_dtype", "auto") == cache_of(variant)
-    if variant.startswith("fp8rl"):
-        recipe = recipe_of(variant, {"pins": {"first": 1}})
-        assert recipe.exact == ("exact" in variant) and recipe.pins.first == 1
-        assert found["additional_config"]["fp8rl"]["kv_cache"]["dtype"] == cache_of(variant)
-    else:
-        assert ("hf_overrides" in found) == (variant != "bf16")
-        quantized = engine_arguments(variant, trained=True).get("quantization")
-        assert quantized == (None if variant == "bf16" else "fp8_per_block")

@@ -7,18 +7,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fp8rl.errors import sentence
 from fp8rl_bench import command
-from fp8rl_bench.worker import Row
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"variants": "bf16,fp9"}, "there is no 'fp9'"),
-        ({"variants": ","}, "choose among bf16"),
         ({"load": "256x512"}, "'256x512' is no load"),
-        ({"load": "0x512x1"}, "is no load"),
         ({"model": "/no/such/folder"}, "is no folder"),
         ({"prompts": Path("/no/such/file")}, "cannot be read"),
         ({"config": {"quantization_config": {"quant_method": "fp8"}}}, "is quantized already"),
@@ -35,11 +31,6 @@ def test_bad_options_are_told_before_anything_starts(
     with pytest.raises(Exception, match=message):
         command.bench(**options)
     assert not (tmp_path / "out" / "report.json").exists()
-
-
-def test_bf16_is_measured_first() -> None:
-    assert command._variants("fp8rl,stock,bf16,fp8rl", "cuda") == ["bf16", "fp8rl", "stock"]
-    assert command._variants(None, "cpu")[0] == command._variants(None, "cuda")[0] == "bf16"
 
 
 class Clock:
@@ -84,18 +75,6 @@ def test_variants_that_would_take_too_long_are_left_out(
     assert [job["calls"] for job in clock.jobs] == [None, *[3] * measured]
 
 
-def test_prompts_are_spread_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 9}')
-    (tmp_path / "texts").write_text("".join(f"{i}\n" for i in range(9)))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    command.bench(
-        str(tmp_path), variants="bf16", prompts=tmp_path / "texts", out=tmp_path, minutes=1.0
-    )
-    assert [job["prompts"] for job in clock.jobs] == [("0", "2", "4", "6")] * 2
-    assert clock.jobs[0]["calls"] == 1
-
-
 def test_a_process_that_dies_costs_its_row_alone(tmp_path: Path) -> None:
     """It is killed; its job is longer than an argument of a process may be."""
     job = {"folder": str(tmp_path), "device": "cpu", "prompts": ["x" * 200_000]}
@@ -107,16 +86,3 @@ def test_a_process_that_dies_costs_its_row_alone(tmp_path: Path) -> None:
     finally:
         process.end()
     assert "it ended with -9" in found["failed"]["process"] and told
-
-
-def test_a_part_that_fails_becomes_a_sentence(tmp_path: Path) -> None:
-    with (tmp_path / "events").open("w") as events:
-        row = Row(tmp_path / "row.json", events)
-        with row.part("start", "starts"):
-            row.found["start_seconds"] = 1.0
-        with row.part("speed", "runs"):
-            raise ValueError("no\nluck")
-    assert (tmp_path / "events").read_text() == "starts\nruns\n"
-    found = json.loads((tmp_path / "row.json").read_text())
-    assert found == {"failed": {"speed": "ValueError: no luck"}, "start_seconds": 1.0}
-    assert sentence(KeyError()) == "KeyError" and len(sentence(ValueError("x" * 999))) < 260

@@ -2,48 +2,19 @@ from __future__ import annotations
 
 import io
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 from rich.console import Console
 
 from fp8rl_bench.report import EMULATED, RANDOM, tables, write_page
 from support.bench_reports import report
-
-
-class Page(HTMLParser):
-    """Collects what a browser would fetch, labels of plots, and unclosed elements."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.fetched: list[str] = []
-        self.labels: list[str] = []
-        self.widths: list[float] = []
-        self.stack: list[str] = []
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        self.fetched += [tag for key in ("src", "href") if key in values]
-        self.labels += [str(values["aria-label"])] if "aria-label" in values else []
-        if tag != "meta":
-            self.stack.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.widths += [float(str(dict(attrs)["width"]))]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.stack.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
+from support.html_page import Page
 
 
 def test_the_page_is_whole_and_has_three_plots_of_what_was_measured(tmp_path: Path) -> None:
     html = write_page(report(), tmp_path / "report.html").read_text(encoding="utf-8")
     page = Page(html)
-    assert page.stack == [] and page.fetched == []
+    assert page.open == page.fetched == []
     assert not re.search(r"url\(|@import|<script", html)
     speed, memory, kl = page.labels
     assert "BF16: 100; " in speed and "fp8rl, FP8 cache: 170" in speed

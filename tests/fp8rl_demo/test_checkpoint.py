@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import signal
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 
 from fp8rl.errors import CheckpointError
 from fp8rl_demo import checkpoint
-from support.processes import run_code
 
 IDENTITY = {"precision": "fp8", "settings": {"seed": 0, "model": {"num_layers": 2}}}
 
@@ -62,26 +61,36 @@ def test_only_the_newest_two_are_kept(tmp_path: Path, model_folder: Path):
     assert checkpoint.latest(tmp_path) is None
 
 
-def test_kill_while_writing_leaves_the_older_checkpoint(tmp_path: Path, model_folder: Path):
-    run = tmp_path / "run"
-    _save(run, 1, model_folder)
-    script = f"""
-        import os, signal
-        from pathlib import Path
-        import torch
-        from fp8rl_demo import checkpoint
+def in_child(act: Callable[[], object]) -> tuple[int, str]:
+    """Run in a fork of this process; return its exit code and what a CheckpointError says."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            act()
+        except CheckpointError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(1)
+    os.close(write)
+    with os.fdopen(read) as stream:
+        told = stream.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), told
 
-        write = torch.save
-        def write_then_die(tensors, path, **kw):
-            write(tensors, path, **kw)
-            os.kill(os.getpid(), signal.SIGKILL)
-        checkpoint.torch.save = write_then_die
-        checkpoint.save(
-            Path({str(run)!r}), 2, {{"w": torch.ones(1)}}, {{}}, {{}}, Path({str(model_folder)!r})
-        )
-    """
-    died = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=120)
-    assert died.returncode == -signal.SIGKILL
+
+def test_a_kill_while_writing_leaves_the_older_checkpoint(tmp_path: Path, model_folder: Path):
+    run, write = tmp_path / "run", torch.save
+    _save(run, 1, model_folder)
+
+    def write_then_die(*args: Any, **options: Any) -> None:
+        write(*args, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def act() -> None:
+        torch.save = write_then_die
+        _save(run, 2, model_folder)
+
+    assert in_child(act) == (-signal.SIGKILL, "")
     assert (run / ".partial-step-000002" / "trainer" / "state.pt").is_file()
     found = checkpoint.latest(run)
     assert found is not None and found.name == "step-000001"
@@ -90,58 +99,31 @@ def test_kill_while_writing_leaves_the_older_checkpoint(tmp_path: Path, model_fo
     assert not (run / ".partial-step-000002").exists()
 
 
-FILES = ["model.safetensors", "trainer/state.pt", "state.json", "SHA256SUMS"]
-
-
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "trainer/state.pt", "state.json", "SHA256SUMS"]
+)
 def test_any_damage_to_any_file_is_an_error(tmp_path: Path, model_folder: Path, name: str):
     """A length or a bit anywhere: a run goes on bit for bit, or not at all."""
     trainer = {"optimizer": {"step": 3, "lr": 0.25, "exp_avg": torch.ones(4)}}
     path = _save(tmp_path / "run", 1, model_folder, trainer)
     file = path / name
     whole = file.read_bytes()
-    assert checkpoint.load(path).step == 1
-    places = range(0, len(whole), len(whole) // 150 + 1)
-    damages = {f"cut to {n}": whole[:n] for n in places} | {"longer": whole + b" "}
+    places = range(0, len(whole), len(whole) // 50 + 1)
+    damages = [whole[:n] for n in places] + [whole + b" ", b"[]", b"{}", b"[" * 5000, b"\xff\xfe"]
     for place in places:
         flipped = bytearray(whole)
         flipped[place] ^= 1 << place % 8
-        damages[f"bit {place % 8} of byte {place}"] = bytes(flipped)
-    for word in (b"", b"[]", b"null", b"{}", b"3", b"[" * 5000, b"\xff\xfe", b"\0" * len(whole)):
-        damages[repr(word[:8])] = word
-    for what, body in damages.items():
+        damages.append(bytes(flipped))
+    for body in damages:
         file.write_bytes(body)
         with pytest.raises(CheckpointError) as caught:
             checkpoint.load(path, IDENTITY)
         told = str(caught.value)
-        assert f"Checkpoint {path} is damaged (" in told or " has format " in told, what
+        assert f"Checkpoint {path} is damaged (" in told or " has format " in told, body
         assert "\n" not in told
     file.unlink()
     with pytest.raises(CheckpointError, match=r"step-000001 is damaged .* delete that folder"):
         checkpoint.load(path)
-    file.mkdir()
-    with pytest.raises(CheckpointError, match=r"is damaged \(IsADirectoryError"):
-        checkpoint.load(path)
-
-
-def test_the_sums_are_those_of_sha256sum(tmp_path: Path, model_folder: Path):
-    path = _save(tmp_path / "run", 1, model_folder, {"a": torch.ones(64)})
-    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=path, check=True)
-
-
-def test_the_trainers_state_is_read_to_the_cpu(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """On a GPU it would come back there, beside the engine, with each save."""
-    devices, read = [], torch.load
-
-    def spy(*args: Any, map_location: Any = None, **kwargs: Any) -> Any:
-        devices.append(map_location)
-        return read(*args, map_location=map_location, **kwargs)
-
-    monkeypatch.setattr(torch, "load", spy)
-    checkpoint.load(_save(tmp_path / "run", 1, model_folder, {"a": torch.ones(64)}))
-    assert devices == ["cpu", "cpu"]
 
 
 @pytest.mark.parametrize("full", ["model", "trainer"])
@@ -149,26 +131,17 @@ def test_a_full_disk_is_told_and_gets_its_room_back(tmp_path: Path, model_folder
     """A limit on a file's size stands in for the disk's."""
     run = tmp_path / "run"
     path = _save(run, 1, model_folder)
-    code = f"""
-        import resource, signal
-        from pathlib import Path
-        import torch
-        from fp8rl.errors import CheckpointError
-        from fp8rl_demo import checkpoint
 
+    def act() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-        sizes = {{"model": 4, "trainer": 4, {full!r}: 1 << 16}}
-        model, trainer = ({{"w": torch.ones(n)}} for n in sizes.values())
-        run, model_folder = Path({str(run)!r}), Path({str(model_folder)!r})
-        try:
-            checkpoint.save(run, 2, model, trainer, {{}}, model_folder)
-        except CheckpointError as error:
-            print(error)
-    """
-    done = run_code(code)
-    assert f"Checkpoint {run / 'step-000002'} cannot be written (" in done.stdout, done.stderr
-    assert "; free space on its disk, or give --settings '{\"checkpoint_every\": 0}'" in done.stdout
+        sizes = {"model": 4, "trainer": 4, full: 1 << 16}
+        model, trainer = ({"w": torch.ones(n)} for n in sizes.values())
+        checkpoint.save(run, 2, model, trainer, {}, model_folder)
+
+    _, told = in_child(act)
+    assert f"Checkpoint {run / 'step-000002'} cannot be written (" in told
+    assert "; free space on its disk, or give --settings '{\"checkpoint_every\": 0}'" in told
     assert [*run.iterdir()] == [path]
 
 

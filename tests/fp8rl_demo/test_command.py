@@ -31,13 +31,7 @@ def test_a_model_of_the_hub_keeps_its_name(tmp_path: Path, monkeypatch: pytest.M
     assert (found.pretrained, found.pretrained_name) == (snapshot, snapshot)
 
 
-def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
-    model = _model(tmp_path / "model", quantization_config={"quant_method": "fp8"})
-    with pytest.raises(ModelError, match="quantized already"):
-        command._settings(None, 0, model, "sums")
-
-
-def test_prompts_that_the_model_has_no_positions_for_are_refused(tmp_path: Path) -> None:
+def test_models_that_the_demo_cannot_train_are_refused(tmp_path: Path) -> None:
     """Its tokenizer has a token for each character, and an answer has 128 tokens."""
     longest = len("[user]What is 99 + 9? Answer with the number alone.>") + 128
     model = _model(tmp_path / "enough", max_position_embeddings=longest)
@@ -47,14 +41,12 @@ def test_prompts_that_the_model_has_no_positions_for_are_refused(tmp_path: Path)
     settings = command._settings(None, 0, model, "sums")
     with pytest.raises(OptionError, match=rf"'sums' and its answer take up to {longest} tokens"):
         command._length(settings, task_of(settings))
-
-
-def test_a_model_with_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
-    model = _model(tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    settings = command._settings(None, 0, model, "sums")
+    (tmp_path / "too few" / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"cannot be loaded .* give a model with a tokenizer"):
         command._length(settings, task_of(settings))
+    model = _model(tmp_path / "model", quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ModelError, match="quantized already"):
+        command._settings(None, 0, model, "sums")
 
 
 def test_a_stage_that_fails_leaves_a_report(

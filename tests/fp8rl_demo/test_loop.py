@@ -1,12 +1,8 @@
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from fp8rl import Recipe
 from fp8rl.errors import CheckpointError
@@ -30,33 +26,3 @@ def test_a_run_goes_on_with_another_snapshot_of_its_model(tmp_path: Path) -> Non
     other = _run(tmp_path, tmp_path / "12fd25f", "a-hub/other")
     with pytest.raises(CheckpointError, match=r"settings\.pretrained_name differ"):
         checkpoint.load(saved, other.identity)
-
-
-def test_the_state_of_a_resumed_run_is_gone_before_the_engine_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is as large as the optimizer's, in memory that the engine's start needs too."""
-    run = _run(tmp_path, tmp_path / "snapshot")
-    weights = {"w": torch.ones(4)}
-    trainer = {"optimizer": {"m": torch.ones(4)}, "observer": {}}
-    checkpoint.save(tmp_path, 3, weights, trainer, run.identity, tmp_path / "snapshot")
-    alive: list[weakref.ref] = []
-
-    def load(*tensors: Any) -> None:
-        alive.extend(weakref.ref(t) for each in tensors for t in each.values())
-
-    class Started(Exception): ...
-
-    def start(*args: Any, **kwargs: Any) -> None:
-        assert len(alive) == 2 and not any(tensor() is not None for tensor in alive)
-        raise Started
-
-    policy = SimpleNamespace(
-        load=load,
-        load_optimizer_state=load,
-        observer=SimpleNamespace(load_state_dict=lambda state: None),
-    )
-    monkeypatch.setattr(loop, "MegatronPolicy", lambda *args: policy)
-    monkeypatch.setattr(loop, "VllmRollout", start)
-    with pytest.raises(Started):
-        run.run(4, None, resume=True)

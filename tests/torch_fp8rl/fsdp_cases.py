@@ -9,9 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8rl.errors import Fp8RLError
-from fp8rl.training import weight_codes
 from support.hf import ALIGNED, RAGGED, convert_alone, hf_model, loss_of
 from support.launch import join
 from torch_fp8rl.kv import KVCacheInTraining, QKVObserver
@@ -79,24 +76,8 @@ def seed(step: int, rank: int, number: int, ranks: int) -> int:
     return (step * ranks + rank) * MICRO_BATCHES + number
 
 
-@contextmanager
-def counting(calls: Counter[str]) -> Iterator[None]:
-    """Count how often weights are quantized."""
-    real = weight_codes.quantize_weight
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls["quantized"] += 1
-        return real(*args, **kwargs)
-
-    weight_codes.quantize_weight = counted
-    try:
-        yield
-    finally:
-        weight_codes.quantize_weight = real
-
-
 def sharded(case: Case, rank: int, ranks: int) -> dict[str, Any]:
-    model, calls = case.masters(), Counter[str]()
+    model = case.masters()
     names = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     if case.first == "shard":
         case.shard(model)
@@ -106,7 +87,7 @@ def sharded(case: Case, rank: int, ranks: int) -> dict[str, Any]:
     cache = Cache(case, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses = []
-    with counting(calls), conversion.keeping_codes() if case.keep else nullcontext():
+    with conversion.keeping_codes() if case.keep else nullcontext():
         for step in range(STEPS):
             for number in range(MICRO_BATCHES):
                 model.set_requires_gradient_sync(number == MICRO_BATCHES - 1)
@@ -119,40 +100,39 @@ def sharded(case: Case, rank: int, ranks: int) -> dict[str, Any]:
     assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == names
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     codes = {name: pair.codes.view(torch.uint8) for name, pair in conversion.weight_codes().items()}
-    return {"losses": losses, "state": whole, "codes": codes, "scales": cache.scales, **calls}
+    return {"losses": losses, "state": whole, "codes": codes, "scales": cache.scales}
 
 
 def in_one_process(case: Case, ranks: int, group: Any) -> dict[str, Any]:
     """All micro-batches over a BF16 copy; sums in float32 in the order of FSDP2."""
-    masters, model, calls = case.masters(), case.masters(), Counter[str]()
+    masters, model = case.masters(), case.masters()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     conversion = convert_alone(model)
     cache = Cache(case, model, group)
     losses = []
     pairs = list(zip(masters.parameters(), model.parameters(), strict=True))
-    with counting(calls):
-        for step in range(STEPS):
-            totals = [torch.zeros_like(master) for master, _ in pairs]
-            for rank in range(ranks):
-                sums = [torch.zeros_like(master) for master, _ in pairs]
-                for number in range(MICRO_BATCHES):
-                    loss = loss_of(model, seed(step, rank, number, ranks))
-                    loss.backward()
-                    losses.append(loss.detach())
-                    for total, (_, copied) in zip(sums, pairs, strict=True):
-                        total += copied.grad.float()
-                    model.zero_grad()
-                for total, one in zip(totals, sums, strict=True):
-                    total += one
-            with torch.no_grad():
-                for total, (master, copied) in zip(totals, pairs, strict=True):
-                    master.add_(total / ranks, alpha=-RATE)
-                    copied.copy_(master)
-            cache.end_step()
+    for step in range(STEPS):
+        totals = [torch.zeros_like(master) for master, _ in pairs]
+        for rank in range(ranks):
+            sums = [torch.zeros_like(master) for master, _ in pairs]
+            for number in range(MICRO_BATCHES):
+                loss = loss_of(model, seed(step, rank, number, ranks))
+                loss.backward()
+                losses.append(loss.detach())
+                for total, (_, copied) in zip(sums, pairs, strict=True):
+                    total += copied.grad.float()
+                model.zero_grad()
+            for total, one in zip(totals, sums, strict=True):
+                total += one
+        with torch.no_grad():
+            for total, (master, copied) in zip(totals, pairs, strict=True):
+                master.add_(total / ranks, alpha=-RATE)
+                copied.copy_(master)
+        cache.end_step()
     codes = {name: pair.codes.view(torch.uint8) for name, pair in conversion.weight_codes().items()}
     state = masters.state_dict()
-    return {"losses": losses, "state": state, "codes": codes, "scales": cache.scales, **calls}
+    return {"losses": losses, "state": state, "codes": codes, "scales": cache.scales}
 
 
 def under_ddp(rank: int, ranks: int) -> list[str]:

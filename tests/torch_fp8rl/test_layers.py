@@ -57,9 +57,10 @@ def grouped(x: torch.Tensor) -> torch.Tensor:
     return dequantize_group(*quantize_group(x.detach().float())).double()
 
 
-@pytest.mark.parametrize("shape", [ALIGNED, RAGGED], ids=["aligned", "ragged"])
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])  # with and without biases
-def test_fused_products_against_float64(shape: dict[str, int], kind: str):
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("qwen2", RAGGED), ("qwen3", ALIGNED)], ids=["biased, ragged", "aligned"]
+)
+def test_fused_products_against_float64(kind: str, shape: dict[str, int]):
     """In float32, so that nothing but the operands is rounded; blocks and groups lie on q|k|v."""
     module = attention(shape, kind, dtype=torch.float32)
     linears = [getattr(module, name) for name in QKV]
@@ -91,21 +92,10 @@ def test_fused_products_against_float64(shape: dict[str, int], kind: str):
         ]) < 1e-5  # fmt: skip
 
 
-def test_one_product_serves_all_parts(calls: Counter[str]):
-    module = attention()
-    x = inputs(module.q_proj)
-    y = [getattr(module, name)(x) for name in QKV]
-    assert calls == {"quantize_operand": 1, "quantize_weight": 1}
-    assert module.q_proj.fp8_matrix._shares is None  # nothing is held on to
-    torch.autograd.backward(y, [torch.ones_like(each) for each in y])
-    assert calls == {"quantize_operand": 2, "quantize_weight": 2}
-
-
 @pytest.mark.parametrize(
     ("between", "products"),
     [
         ("nothing", 1),
-        ("another input", 2),
         ("written input", 2),
         ("no gradients", 2),
         ("new weights", 2),
@@ -119,9 +109,7 @@ def test_a_share_is_of_this_input_and_these_weights(
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     x = inputs(module.q_proj).detach()
     module.q_proj(x)
-    if between == "another input":
-        x = x + 1
-    elif between == "written input":
+    if between == "written input":
         x += 1
     elif between == "new weights":
         with torch.no_grad():
@@ -136,20 +124,9 @@ def test_a_share_is_of_this_input_and_these_weights(
     assert torch.equal(module.k_proj(fresh), y)
 
 
-def test_shares_go_with_their_input():
-    module = attention()
-    module.q_proj(inputs(module.q_proj) * 2)
-    assert module.q_proj.fp8_matrix._shares is None
-    with torch.inference_mode():
-        assert module.v_proj(torch.ones(1, 3, 256, dtype=torch.bfloat16)).shape == (1, 3, 128)
-
-
-@pytest.mark.parametrize("shape", [ALIGNED, RAGGED], ids=["aligned", "ragged"])
-def test_swiglu_is_fused_with_its_quantization(
-    monkeypatch: pytest.MonkeyPatch, shape: dict[str, int]
-):
+def test_swiglu_is_fused_with_its_quantization(monkeypatch: pytest.MonkeyPatch):
     """Near what the linears give by themselves, and used where nothing watches them."""
-    model, found = hf_model(shape=shape), []
+    model, found = hf_model(shape=RAGGED), []
     convert_alone(model)
     mlp = model.model.layers[0].mlp
     x = inputs(mlp.gate_proj)
@@ -170,10 +147,8 @@ def test_swiglu_is_fused_with_its_quantization(
         # of two, and the code of a gradient too.
         assert 0 < relative_error(got, expected) < 0.03
     mlp.down_proj._forward_hooks.clear()
-    mlp(x.detach())
-    assert len(fused) == 1
     mlp.float()(x.detach().float())  # the kernel is BF16's
-    assert len(fused) == 1
+    assert not fused
 
 
 def test_parts_that_are_not_used_have_no_part_in_the_gradient():
@@ -207,11 +182,10 @@ def test_float32_masters_under_autocast(kind: str):
         assert relative_error(grad, found[1][name]) < 0.02, name
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_activation_checkpointing_changes_no_bit(kind: str):
+def test_activation_checkpointing_changes_no_bit():
     found = []
     for checkpointing in (False, True):
-        model = hf_model(kind, RAGGED)
+        model = hf_model("qwen3_moe", RAGGED)
         convert_alone(model)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -222,6 +196,7 @@ def test_activation_checkpointing_changes_no_bit(kind: str):
     assert first == second and all(map(torch.equal, grads, others))
 
 
+@pytest.mark.slow  # torch's compiler
 def test_what_lies_between_fp8_modules_is_compiled():
     model, eager = hf_model(), hf_model()
     for each in (model, eager):
@@ -238,29 +213,25 @@ def test_codes_are_kept_within_a_step(calls: Counter[str]):
     model = hf_model("qwen3_moe")
     conversion = convert_alone(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    weights = ("quantize_weight", "quantize_weights")
 
     def micro_batches() -> list[int]:
         calls.clear()
         for seed in range(2):
             loss_of(model, seed).backward()
-        return [calls[name] for name in weights]
+        return [calls[name] for name in ("quantize_weight", "quantize_weights")]
 
     assert micro_batches() == [16, 16]  # two layers, two matrices, forward and backward
     with conversion.keeping_codes():
-        assert micro_batches() == [4, 4]
-        before = float(loss_of(model))
+        assert micro_batches() == [4, 4] and micro_batches() == [0, 0]
         optimizer.step()
         optimizer.zero_grad()
         assert micro_batches() == [4, 4]
         after = float(loss_of(model))
-        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        model.load_state_dict(state)
+        model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()})
         assert micro_batches() == [4, 4]
-        assert micro_batches() == [0, 0]
         conversion.invalidate()
         assert micro_batches() == [4, 4]
-    assert after != before and float(loss_of(model)) == after
+    assert float(loss_of(model)) == after
     assert micro_batches() == [16, 16]
 
 

@@ -12,15 +12,6 @@ from fp8rl.plugins.adapters import ConfigRequest, Diagnosis, EngineAdapter, Sect
 from support.command import GOOD, SICK, engines, run, run_main
 
 
-def test_doctor_shows_engines():
-    result = run(engines(alpha=GOOD, beta=GOOD), "doctor")
-    assert result.exit_code == 0
-    for part in ("alpha", "beta", "1.2.3, 1.3", "cpu [really]", "ok"):
-        assert part in result.stdout
-    one = run(engines(alpha=GOOD, beta=GOOD), "doctor", "beta")
-    assert "alpha" not in one.stdout
-
-
 @pytest.mark.parametrize(
     ("diagnosis", "problem"),
     [
@@ -28,12 +19,13 @@ def test_doctor_shows_engines():
         (ValueError("odd"), "Problem: sick: its diagnosis failed: ValueError: odd"),
     ],
 )
-def test_doctor_fails_on_problems(diagnosis, problem):
+def test_doctor_shows_engines_and_fails_on_problems(diagnosis, problem):
     result = run(engines(good=GOOD, sick=diagnosis), "doctor")
     assert result.exit_code == 1
-    assert problem in result.stdout
-    assert "good" in result.stdout
-    assert run(engines(good=GOOD, sick=diagnosis), "doctor", "good").exit_code == 0
+    for part in (problem, "good", "1.2.3, 1.3", "cpu [really]", "ok"):
+        assert part in result.stdout
+    one = run(engines(good=GOOD, sick=diagnosis), "doctor", "good")
+    assert one.exit_code == 0 and "sick" not in one.stdout
 
 
 def test_an_engine_that_is_not_installed_is_a_problem_only_to_who_asks_for_it():
@@ -47,65 +39,47 @@ def test_an_engine_that_is_not_installed_is_a_problem_only_to_who_asks_for_it():
     assert "Problem: Install absent." in asked.stdout
 
 
-def test_doctor_shows_what_an_engine_would_do_with_a_model(tmp_path):
+def test_doctor_shows_what_an_engine_would_do_with_a_model_or_a_config(tmp_path):
     asked = []
 
     def examine(*request):
         asked.append(request)
-        sections = (
-            Section("layers", ("kind", "kernel"), (("o_proj", "[fast]"),)),
-            Section("memory", ("", ""), (("weights", "1 GiB"),)),
-        )
-        return Diagnosis("1.2.3", (), problems=("Too big; use more GPUs.",), sections=sections)
+        section = Section("layers", ("kind", "kernel"), (("o_proj", "[fast]"),))
+        return Diagnosis("1.2.3", (), {"rollout": "FP8"}, ("Too big; use more.",), (section,))
 
     plugins = engines()
-    adapter = EngineAdapter("alpha", lambda: GOOD, examine)
-    plugins.engine_adapters = lambda: [adapter, EngineAdapter("beta", lambda: GOOD)]
+    plugins.engine_adapters = lambda: [
+        EngineAdapter("alpha", lambda: GOOD, examine),
+        EngineAdapter("beta", lambda: GOOD),
+        EngineAdapter("gamma", lambda: SICK, examine_config=examine),
+        EngineAdapter("sick", lambda: GOOD, lambda *request: 1 / 0),
+        EngineAdapter("rude", lambda: GOOD, examine_config=lambda request: 1 / 0),
+    ]
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 2}')
+    recipe = Recipe.from_dict({"pins": {"last": 1}})
     model = (str(tmp_path), "--recipe", '{"pins": {"last": 1}}')
-    result = run(plugins, "doctor", "alpha", *model, "--tp", "2")
-    assert result.exit_code == 1
-    assert asked == [(tmp_path, Recipe.from_dict({"pins": {"last": 1}}), 2)]
-    for part in ("kernel", "[fast]", "memory", "1 GiB", "Problem: Too big; use more GPUs."):
-        assert part in result.stdout
-    assert run(plugins, "doctor", "beta", *model).exit_code == 0
-    assert "last: 1" in result.stdout
-    assert len(asked) == 1
-
-    adapter = EngineAdapter("alpha", lambda: GOOD, lambda *request: 1 / 0)
-    result = run(plugins, "doctor", "alpha", *model)
+    file, source = tmp_path / "x.yaml", tmp_path / "source"
+    more = ("--source", str(source), "--model", str(tmp_path), "--gpu-memory", "80")
+    for result in (
+        run(plugins, "doctor", "alpha", *model, "--tp", "2"),
+        run(plugins, "doctor", "gamma", str(file), *more, *model[1:]),
+    ):
+        assert result.exit_code == 1
+        for part in ("kernel", "[fast]", "Problem: Too big; use more."):
+            assert part in result.stdout
+    assert "rollout" in result.stdout  # the facts about a config
+    assert asked == [(tmp_path, recipe, 2), (ConfigRequest(file, source, tmp_path, recipe, 80.0),)]
+    result = run(plugins, "doctor", "beta", *model)
+    assert result.exit_code == 0 and "last: 1" in result.stdout
+    result = run(plugins, "doctor", "sick", *model)
     assert result.exit_code == 1
     assert "its look at the model failed: ZeroDivisionError" in result.stdout
-
-
-def test_doctor_shows_what_an_engine_would_do_with_a_config(tmp_path):
-    asked = []
-
-    def examine_config(request):
-        asked.append(request)
-        section = Section("keys", ("key", "becomes"), (("a", "[b]"),))
-        return Diagnosis("1.2.3", (), {"rollout": "FP8"}, sections=(section,))
-
-    plugins = engines()
-    good = EngineAdapter("alpha", lambda: SICK, examine_config=examine_config)
-    plugins.engine_adapters = lambda: [good, EngineAdapter("beta", lambda: GOOD)]
-    file, source, model = (tmp_path / name for name in ("x.yaml", "source", "model"))
-    more = ("--source", str(source), "--model", str(model), "--gpu-memory", "80")
-    given = (str(file), *more, "--recipe", '{"pins": {"last": 1}}')
-    result = run(plugins, "doctor", "alpha", *given)
-    assert result.exit_code == 0, result.output
-    recipe = Recipe.from_dict({"pins": {"last": 1}})
-    assert asked == [ConfigRequest(file, source, model, recipe, 80.0)]
-    for part in ("rollout", "FP8", "becomes", "[b]"):
-        assert part in result.stdout
-
-    good = EngineAdapter("alpha", lambda: GOOD, examine_config=lambda request: 1 / 0)
-    result = run(plugins, "doctor", "alpha", str(file))
+    result = run(plugins, "doctor", "rude", str(file))
     assert isinstance(result.exception, PluginError)  # exit code 2: nothing can be told
-    assert "alpha: its look at the config failed: ZeroDivisionError" in str(result.exception)
+    assert "rude: its look at the config failed: ZeroDivisionError" in str(result.exception)
 
 
-def test_an_engine_has_the_options_that_it_reads(tmp_path):
+def test_an_engine_has_the_options_that_it_reads():
     """Whatever else is asked of it ends with a usage error, and a name that nobody serves too."""
     plugins = engines()
     plugins.engine_adapters = lambda: [
@@ -113,38 +87,25 @@ def test_an_engine_has_the_options_that_it_reads(tmp_path):
         EngineAdapter("configs", lambda: GOOD, examine_config=lambda request: GOOD),
         EngineAdapter("plain", lambda: GOOD, examine_environments=lambda source: GOOD),
     ]
-    for arguments in (
-        ("models", "--gpu-memory", "80"),
-        ("configs", "--tp", "2"),
-        ("plain", "--tp", "2"),
-        ("configs-environments",),
-        ("plain-environments", "--recipe", "{}"),
-        ("sglang",),
-        ("--recipe", "{}"),
-    ):
-        assert run(plugins, "doctor", *arguments).exit_code == 2, arguments
+    for words in ("models --gpu-memory 80", "configs --tp 2", "configs-environments", "sglang"):
+        assert run(plugins, "doctor", *words.split()).exit_code == 2, words
     assert run(plugins, "doctor", "plain-environments").exit_code == 0
-    for arguments, what in (
-        (("models", "--tp", "2"), "need a model"),
-        (("plain", "--recipe", "{}"), "need a model"),
-        (("configs", "--gpu-memory", "80"), "need a config"),
-        (("--json", "models"), "Write --json behind 'models'"),
+    for words, what in (
+        ("models --tp 2", "need a model"),
+        ("configs --gpu-memory 80", "need a config"),
+        ("--json models", "Write --json behind 'models'"),
     ):
-        error = run(plugins, "doctor", *arguments).exception
+        error = run(plugins, "doctor", *words.split()).exception
         assert isinstance(error, OptionError) and what in str(error)
-
-
-def test_an_adapter_looks_at_models_or_at_configs():
     with pytest.raises(PluginError, match="takes a model or a config"):
         EngineAdapter("both", lambda: GOOD, lambda *request: GOOD, lambda request: GOOD)
 
 
 def test_json_has_all_that_the_tables_have(tmp_path):
     section = Section("layers", ("kind", "kernel"), (("o_proj", "fast"),))
+    found = Diagnosis("1", (), sections=(section,))
     plugins = engines()
-    adapter = EngineAdapter(
-        "alpha", lambda: SICK, lambda *request: Diagnosis("1", (), sections=(section,))
-    )
+    adapter = EngineAdapter("alpha", lambda: SICK, lambda *request: found)
     plugins.engine_adapters = lambda: [adapter, EngineAdapter("beta", lambda: GOOD)]
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 2}')
     result = run(plugins, "doctor", "alpha", str(tmp_path), "--json")
@@ -153,14 +114,9 @@ def test_json_has_all_that_the_tables_have(tmp_path):
     (alpha,) = told["engines"].values()
     assert (alpha["installed"], alpha["supported"]) == (SICK.installed, list(SICK.supported))
     layers, pins = alpha["sections"]
-    assert layers == {
-        "title": "layers",
-        "columns": ["kind", "kernel"],
-        "rows": [["o_proj", "fast"]],
-    }
+    assert list(layers.values()) == ["layers", ["kind", "kernel"], [["o_proj", "fast"]]]
     assert "14 of 14 linear modules in FP8" in alpha["facts"]["pins"]
     assert pins["rows"][-1][0] == "0-1"
-
     told = json.loads(run(plugins, "doctor", "--json").stdout)
     assert told["problems"] == [f"alpha: {problem}" for problem in SICK.problems]
     assert told["engines"]["beta"]["facts"] == GOOD.facts

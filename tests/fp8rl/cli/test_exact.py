@@ -97,18 +97,14 @@ def test_both_engines_are_needed_and_a_text(model: Path, tmp_path: Path) -> None
 
 
 def test_the_first_layers_are_a_model(model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    out, empty = tmp_path / "out", tmp_path / "empty"
     out.mkdir()
     write_first_layers(model, 2, out)
     config = json.loads((out / "config.json").read_text())
     assert config["num_hidden_layers"] == 2 and config["layer_types"] == ["full"] * 2
-    assert sorted(f.name for f in out.iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+    names = ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(f.name for f in out.iterdir()) == names
     with pytest.raises(ModelError, match="has no safetensors"):
-        empty = tmp_path / "empty"
         empty.mkdir()
         (empty / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
         write_first_layers(empty, 1, empty)

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from fp8rl.errors import OptionError
 from support.command import engines, run, run_main, table_rows
 
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+
 
 def test_pins_are_resolved():
     recipe = '{"pins": {"last": 1, "names": ["*.0.mlp.down_proj"]}}'
@@ -26,36 +28,24 @@ def test_pins_are_resolved():
     assert "27 of 35 linear modules in FP8" in result.stdout
 
 
-def test_pins_with_pins_of_plugins(install, monkeypatch, capsys):
-    code = "from fp8rl import hookimpl\nfrom fp8rl.recipe import Pins\n@hookimpl\n"
-    install(code + "def register_pins(module_names): return Pins(first=1)", name="pinner")
-    code, out, _ = run_main(monkeypatch, capsys, "pins", "--layers", "2")
-    assert "o_proj (first: 1)" in table_rows(out)["0"][1]
-
-
-def moe_names() -> list[str]:
-    names = [f"model.layers.{i}.mlp.experts.0.{p}_proj" for i in (10, 2) for p in ("up", "gate")]
-    return [*names, "model.layers.2.mlp.gate", "lm_head"]
-
-
-def write_model(folder, kind: str) -> None:
-    tensors = [f"{name}.weight" for name in moe_names()] + ["model.layers.2.self_attn.q_proj.bias"]
-    file = "model.safetensors" if kind == "single" else "x.safetensors"
-    save_file({name: torch.zeros(1) for name in tensors}, folder / file)
-    if kind == "index":
-        index = {"weight_map": dict.fromkeys(tensors, file)}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 @pytest.mark.parametrize("kind", ["index", "single"])
 def test_pins_takes_names_from_the_weights(tmp_path, kind):
-    write_model(tmp_path, kind)
-    result = run(engines(), "pins", str(tmp_path))
+    names = [f"model.layers.{i}.mlp.experts.0.{p}_proj" for i in (10, 2) for p in ("up", "gate")]
+    names += ["model.layers.2.mlp.gate", "lm_head", "model.layers.2.[/red]"]
+    tensors = [*(f"{name}.weight" for name in names), "model.layers.2.self_attn.q_proj.bias"]
+    file = WEIGHTS if kind == "single" else "x.safetensors"
+    save_file({name: torch.zeros(1) for name in tensors}, tmp_path / file)
+    if kind == "index":
+        index = {"weight_map": dict.fromkeys(tensors, file)}
+        (tmp_path / INDEX).write_text(json.dumps(index))
+    recipe = '{"pins": {"names": ["*red?"]}}'
+    result = run(engines(), "pins", str(tmp_path), "--recipe", recipe)
     assert result.exit_code == 0, result.output
     rows = table_rows(result.stdout)
     assert list(rows) == ["outside", "2", "10"]
     assert rows["10"] == ("experts", "")
-    assert rows["2"] == ("experts", "router (always: router)")
+    assert rows["2"][0].startswith("experts") and "router (always: router)" in rows["2"][1]
+    assert "[/red]" in result.stdout
 
 
 def test_pins_knows_the_names_of_a_mixture_by_its_config(tmp_path):
@@ -66,9 +56,12 @@ def test_pins_knows_the_names_of_a_mixture_by_its_config(tmp_path):
     rows = table_rows(result.stdout)
     assert rows["0-2"] == ("qkv_proj, o_proj, gate_up_proj, down_proj", "")
     assert rows["3"] == ("qkv_proj, o_proj, experts", "router (always: router)")
+    recipe = '{"pins": {"names": ["*.experts.1.*"]}}'
+    result = run(engines(), "pins", str(tmp_path), "--recipe", recipe)
+    fp8, bf16 = table_rows(result.stdout)["3"]
+    assert "experts [3 of 6]" in fp8 and "experts [3 of 6] (names: *.experts.1.*)" in bf16
 
 
-CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 MIXTURE = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 2}
 
 
@@ -89,7 +82,6 @@ def row(*offsets: int) -> dict:
         (CONFIG, "{", "config.json is not valid JSON: Expecting property name"),
         (CONFIG, b"\xff\xfe\x00", "config.json' is not UTF-8 text ('utf-8' codec"),
         (CONFIG, "[" * 20000, "config.json is not valid JSON: it is nested too deeply"),
-        (CONFIG, [1, 2], "config.json' holds a list, not a JSON object; correct it."),
         (CONFIG, {}, "config.json' has no key 'num_hidden_layers'; correct it"),
         (CONFIG, {"text_config": [1]}, "config.json': the model's text_config is [1]; correct it"),
         (
@@ -103,18 +95,8 @@ def row(*offsets: int) -> dict:
             "config.json': the model's text_config.model_type is 3; correct it to a name",
         ),
         *(
-            (
-                CONFIG,
-                {"num_hidden_layers": value},
-                f"num_hidden_layers is {shown}; correct it to an",
-            )
-            for value, shown in [
-                (-3, "-3"),
-                (0, "0"),
-                (True, "True"),
-                (None, "None"),
-                (10**12, "1000000000000"),
-            ]
+            (CONFIG, {"num_hidden_layers": value}, f"num_hidden_layers is {value}; correct it to")
+            for value in (0, True, None, 10**12)
         ),
         (
             CONFIG,
@@ -128,22 +110,16 @@ def row(*offsets: int) -> dict:
             "number of experts in all layers is 81000000; correct it to an integer from 1 to",
         ),
         (CONFIG, MIXTURE | {"num_local_experts": "8"}, "num_local_experts is '8'; correct it"),
-        (CONFIG, MIXTURE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; correct it"),
         (CONFIG, MIXTURE | {"mlp_only_layers": 1}, "mlp_only_layers is 1; correct it to a list"),
-        (INDEX, "{", "index.json is not valid JSON"),
         (INDEX, [], "index.json' holds a list"),
         (INDEX, {}, "index.json' has no weight_map from tensors to files; download"),
         (INDEX, {"weight_map": {"a.weight": 3}}, "index.json' has no weight_map from tensors to"),
-        (INDEX, {"weight_map": {}}, "' holds no weight; download the model again."),
         (INDEX, {"weight_map": {"a.weight": "b"}}, "index.json' names 'b', which is not there"),
         (INDEX, {"weight_map": {"a.weight": "../b"}}, "names '../b', which is no name of a file"),
-        (INDEX, {"weight_map": {"a.weight": "/etc/b"}}, "names '/etc/b', which is no name of a f"),
         (INDEX, '{"weight_map": {"a": "b", "a": "c"}}', "index.json.weight_map.a' is given twice"),
         (INDEX, {"weight_map": {"a.bias": INDEX}}, "' holds no weight; download the model again."),
         (WEIGHTS, "", "model.safetensors' is no whole safetensors file ("),
-        (WEIGHTS, "version https://git-lfs.github.com/spec/v1", "is no whole safetensors file ("),
         (WEIGHTS, stored({}, length=2**63), "is no whole safetensors file ("),
-        (WEIGHTS, stored({"a.weight": {}}), "is no whole safetensors file ("),
         (WEIGHTS, stored(row(0, 4), b"\0" * 3), "is no whole safetensors file ("),
         (WEIGHTS, stored({}), "' holds no weight; download the model again."),
     ],
@@ -164,24 +140,15 @@ def test_pins_with_a_bad_model_folder(tmp_path, monkeypatch, capsys, file, conte
 def test_pins_with_a_model_that_is_no_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("{}")
     (tmp_path / "folder" / CONFIG).mkdir(parents=True)
-    for model, message in [
-        ("file", "file/config.json' cannot be read (Not a directory); give the folder of"),
-        ("nowhere", "nowhere/config.json' cannot be read (No such file or directory); give"),
-        ("folder", "folder/config.json' cannot be read (Is a directory); give the folder"),
-        ("x" * 300, "cannot be read (File name too long); give the folder"),
+    for model, reason in [
+        ("file", "Not a directory"),
+        ("nowhere", "No such file or directory"),
+        ("folder", "Is a directory"),
+        ("x" * 300, "File name too long"),
     ]:
         code, out, err = run_main(monkeypatch, capsys, "pins", str(tmp_path / model))
         assert (code, out) == (2, "")
-        assert message in err and err.count("\n") == 1
-
-
-def test_pins_takes_odd_names_as_they_are(tmp_path):
-    for name in ("model.layers.²x.²٣", "model.layers.0.[/red]"):
-        save_file({f"{name}.weight": torch.zeros(1)}, tmp_path / WEIGHTS)
-        recipe = '{"pins": {"names": ["model.*"]}}'
-        result = run(engines(), "pins", str(tmp_path), "--recipe", recipe)
-        assert result.exit_code == 0, result.exception
-        assert name in result.stdout
+        assert f"cannot be read ({reason}); give the folder" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [(), ("model", "--layers", "2")])

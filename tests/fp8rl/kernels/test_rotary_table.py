@@ -1,15 +1,13 @@
-"""Frequencies and their table, against transformers and float64."""
+"""Frequencies against transformers; the table: ``test_reference.py``."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fp8rl.kernels.rotary_table import LLAMA3, cos_sin_table, inverse_frequencies
+from fp8rl.kernels.rotary_table import LLAMA3, inverse_frequencies
 
 
 @pytest.mark.parametrize(("factor", "dim"), [(8.0, 128), (32.0, 64)])
@@ -33,12 +31,3 @@ def test_the_scaling_of_llama_3_is_that_of_transformers(factor: float, dim: int)
     torch.testing.assert_close(found.float(), expected, rtol=1e-6, atol=0)
     kept, divided = found == plain, found == plain / factor
     assert kept[0] and divided[-1] and 0 < (~kept & ~divided).sum() < dim // 4
-
-
-def test_the_table_is_float64_rounded_once() -> None:
-    table = cos_sin_table(inverse_frequencies(1e4, 64), 300, torch.device("cpu"))
-    assert table.shape == (300, 64) and table.dtype == torch.float32
-    for position, pair in ((0, 0), (299, 0), (123, 31)):
-        angle = position * 1e4 ** (-2 * pair / 64)
-        for column, value in ((pair, math.cos(angle)), (32 + pair, math.sin(angle))):
-            assert float(table[position, column]) == pytest.approx(value, rel=1e-7, abs=1e-12)

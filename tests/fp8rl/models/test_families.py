@@ -41,13 +41,15 @@ LATENT = {
     "topk_group": 1,
     "num_experts_per_tok": 2,
 }
+BIASED = {"attention_bias": True, "mlp_bias": True}
+GLM = {**LATENT, "kv_lora_rank": None, "head_dim": 64}
 HYBRID = {
     "head_dim": 64,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 48,
-    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
 }
 SHARED = {**MOE, "shared_expert_intermediate_size": 192}
 VISION = {
@@ -60,10 +62,7 @@ VISION = {
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {}),
-    "Llama, biased and tied": (
-        "llama",
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    ),
+    "Llama, biased and tied": ("llama", BIASED | {"tie_word_embeddings": True}),
     "Gemma": ("gemma", {"head_dim": 64}),
     "Granite": ("granite", {"mlp_bias": True}),
     "Ministral": ("ministral", {"head_dim": 64}),
@@ -85,14 +84,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2-MoE": ("qwen2_moe", {**SHARED, "decoder_sparse_step": 2}),
     "Mixtral": ("mixtral", {"num_local_experts": 3, "head_dim": 64}),
     "MiniMax-M2": ("minimax_m2", {"num_local_experts": 3, "head_dim": 64}),
-    "GLM-4.5": (
-        "glm4_moe",
-        {**LATENT, "head_dim": 64, "first_k_dense_replace": 1, "kv_lora_rank": None},
-    ),
-    "GLM-4.5 with norms": (
-        "glm4_moe",
-        {**LATENT, "kv_lora_rank": None, "head_dim": 64, "use_qk_norm": True},
-    ),
+    "GLM-4.5": ("glm4_moe", {**GLM, "first_k_dense_replace": 1}),
+    "GLM-4.5 with norms": ("glm4_moe", {**GLM, "use_qk_norm": True}),
     "DeepSeek-V2": ("deepseek_v2", {**LATENT, "first_k_dense_replace": 1}),
     "DeepSeek-V3": ("deepseek_v3", {**LATENT, "first_k_dense_replace": 2}),
     "Moonlight": ("deepseek_v3", {**LATENT, "first_k_dense_replace": 1, "q_lora_rank": None}),
@@ -168,54 +161,7 @@ def test_names_kinds_and_sizes_are_those_of_transformers(case: str) -> None:
             assert tensors[f"{row.name}.weight"].ndim == 2
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_every_entry_has_a_case_and_agrees_with_the_others(family: families.Family) -> None:
-    kinds = {AutoConfig.for_model(kind).get_text_config().model_type for kind, _ in CASES.values()}
-    assert kinds & set(family.model_types)
-    assert set(family.missing) <= {"rollout", "training"}
-    for block in filter(None, (family.attention, family.linear_attention)):
-        for module in block.modules:
-            assert kind_of(f"model.layers.0.{module.name}") == module.kind
-            assert families.default_reason(module.name) == module.bf16
-
-
-def test_what_is_in_bf16_by_default_and_how_a_recipe_changes_it() -> None:
-    names = ModelSpec.of(moonlight(q_lora_rank=128)).names
-    name = "model.layers.1.self_attn.kv_b_proj"
-    policy = PinPolicy(Pins(), names)
-    assert policy.row(name).reason.startswith("default: decode multiplies it with activations")
-    assert policy.precision("model.layers.1.self_attn.fused_qkv_a_proj") == "fp8"
-    assert "kv_b_proj" in policy.summary()
-    assert PinPolicy(Pins(fp8=("*.kv_b_proj",)), names).precision(name) == "fp8"
-    both = PinPolicy(Pins(fp8=("*.kv_b_proj",), last=1), names)
-    assert both.row(name).reason == "last: 1"
-    upstream = PinPolicy(Pins(names=("*a_proj*", "*b_proj*")), names)
-    assert (
-        upstream.bf16_linears() == PinPolicy(Pins(kinds=("a_proj", "b_proj")), names).bf16_linears()
-    )
-    with pytest.raises(
-        PinError, match=r"pins.fp8: \*.o_proj matches no module .* are kv_b_proj in"
-    ):
-        PinPolicy(Pins(fp8=("*.o_proj",)), names)
-    with pytest.raises(PinError, match=r"not all parts of the fused '.*fused_qkv_a_proj'; pin all"):
-        PinPolicy(Pins(names=("*.q_a_proj",)), names)
-
-
-def test_a_hybrid_under_a_wrapper() -> None:
-    names = ModelSpec.of(QWEN3_5).names
-    assert names[:2] == ("model.visual", "model.language_model.embed_tokens")
-    assert [n for n in names if "q_proj" in n] == ["model.language_model.layers.3.self_attn.q_proj"]
-    policy = PinPolicy(Pins(first=1, names=("*visual*",)), names)
-    assert policy.row("model.visual.blocks.3.attn.qkv").reason == "always: tower"
-    prefix = "model.language_model.layers.1.linear_attn"
-    assert policy.precision(f"{prefix}.in_proj_qkvz") == "fp8"
-    assert policy.precision(f"{prefix}.in_proj_ba") == "bf16"
-    assert policy.row(f"{prefix}.conv1d").reason == "always: conv1d"
-    with pytest.raises(PinError, match=r"pins.fp8 leaves '.*in_proj_a' in BF16 but not all parts"):
-        PinPolicy(Pins(fp8=("*.in_proj_b",)), names)
-
-
-def test_every_type_of_the_table_was_compared_with_transformers() -> None:
+def test_every_type_of_the_table_was_compared_and_names_have_one_kind() -> None:
     """Kimi-K2 has a class of its own repository, with DeepSeek-V3's modules."""
     compared = {
         AutoConfig.for_model(kind).get_text_config().model_type for kind, _ in CASES.values()
@@ -224,6 +170,43 @@ def test_every_type_of_the_table_was_compared_with_transformers() -> None:
     assert types - compared == {"mistral", "kimi_k2"}
     two = [ModelSpec.of({"model_type": k, "num_hidden_layers": 2}) for k in ("mistral", "llama")]
     assert two[0].names == two[1].names
+    for family in FAMILIES:
+        assert set(family.missing) <= {"rollout", "training"}
+        for block in filter(None, (family.attention, family.linear_attention)):
+            for module in block.modules:
+                assert kind_of(f"model.layers.0.{module.name}") == module.kind
+                assert families.default_reason(module.name) == module.bf16
+
+
+def test_what_is_in_bf16_by_default_and_how_a_recipe_changes_it() -> None:
+    names = ModelSpec.of(moonlight(q_lora_rank=128)).names
+    name = "model.layers.1.self_attn.kv_b_proj"
+    policy = PinPolicy(Pins(), names)
+    assert policy.row(name).reason.startswith("default: decode multiplies it with activations")
+    assert policy.precision("model.layers.1.self_attn.fused_qkv_a_proj") == "fp8"
+    assert PinPolicy(Pins(fp8=("*.kv_b_proj",)), names).precision(name) == "fp8"
+    assert PinPolicy(Pins(fp8=("*.kv_b_proj",), last=1), names).row(name).reason == "last: 1"
+    by_name, by_kind = Pins(names=("*a_proj*", "*b_proj*")), Pins(kinds=("a_proj", "b_proj"))
+    linears = [PinPolicy(pins, names).bf16_linears() for pins in (by_name, by_kind)]
+    assert linears[0] == linears[1]
+    for pins, match in (
+        (Pins(fp8=("*.o_proj",)), r"pins.fp8: \*.o_proj matches no module .* are kv_b_proj in"),
+        (Pins(names=("*.q_a_proj",)), r"not all parts of the fused '.*fused_qkv_a_proj'; pin all"),
+    ):
+        with pytest.raises(PinError, match=match):
+            PinPolicy(pins, names)
+
+
+def test_a_hybrid_under_a_wrapper() -> None:
+    names = ModelSpec.of(QWEN3_5).names
+    assert [n for n in names if "q_proj" in n] == ["model.language_model.layers.3.self_attn.q_proj"]
+    policy = PinPolicy(Pins(first=1, names=("*visual*",)), names)
+    assert policy.row("model.visual.blocks.3.attn.qkv").reason == "always: tower"
+    prefix = "model.language_model.layers.1.linear_attn"
+    assert policy.precision(f"{prefix}.in_proj_qkvz") == "fp8"
+    assert policy.precision(f"{prefix}.in_proj_ba") == "bf16"
+    with pytest.raises(PinError, match=r"pins.fp8 leaves '.*in_proj_a' in BF16 but not all parts"):
+        PinPolicy(Pins(fp8=("*.in_proj_b",)), names)
 
 
 def test_latents_are_cached_once_and_linear_attention_not_at_all() -> None:

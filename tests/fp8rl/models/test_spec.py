@@ -24,7 +24,6 @@ from support.configs import QWEN3_5, moonlight
             "a dense model ('new_dense') of an unknown family",
         ),
         ({"model_type": "new", "num_experts": 8}, "an MoE model ('new') of an unknown family"),
-        ({"model_type": "qwen3", "num_experts": 8}, "an MoE model ('qwen3') of an unknown family"),
         (
             {"model_type": "new", "kv_lora_rank": 512},
             "a model with multi-latent attention ('new') of an unknown family",
@@ -34,7 +33,6 @@ from support.configs import QWEN3_5, moonlight
             "a model with linear attention or Mamba ('qwen3_next') of an unknown family",
         ),
         ({"model_type": "llama", "layer_types": ["sliding_attention", "full_attention"]}, None),
-        ({"model_type": "phi3"}, "a dense model ('phi3') of an unknown family"),
         (
             {"model_type": "new_vl", "vision_config": {}, "text_config": {"model_type": "new"}},
             "a multimodal model ('new') of an unknown family",
@@ -46,12 +44,7 @@ def test_models_of_unknown_families(config: dict[str, Any], reason: str | None) 
     assert ModelSpec.of(config).refused(rollout=False, training=False) is None
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("apertus", "helium", "vaultgemma", "phi3", "gpt2", "falcon_h1", "mamba"),
-    ],
-)
+@pytest.mark.parametrize("kind", ["apertus", "vaultgemma", "gpt2", "mamba"])
 def test_a_dense_model_of_another_type_is_no_llama(kind: str) -> None:
     """Some have its linears and other tensors beside them, which a refit would not know."""
     config = AutoConfig.for_model(kind, num_hidden_layers=2)
@@ -87,27 +80,38 @@ def test_what_a_side_does_not_serve_is_named(family: families.Family, side: str)
             )
 
 
-def test_configs_that_no_model_has() -> None:
-    with pytest.raises(UnsupportedError, match=r"'new' are not known .* add an entry to fp8rl/mod"):
-        _ = ModelSpec.of({"model_type": "new", "num_experts": 8, "num_hidden_layers": 1}).names
-    with pytest.raises(ModelError, match="no key 'n_routed_experts'; correct it"):
-        _ = ModelSpec.of(
-            {"model_type": "deepseek_v3", "kv_lora_rank": 1, "num_hidden_layers": 1}
-        ).names
-    with pytest.raises(ModelError, match="moe_layer_freq is 0; correct it"):
-        ModelSpec.of(moonlight(moe_layer_freq=0))
-    for key, value in {"first_k_dense_replace": "a", "n_shared_experts": "2"}.items():
-        with pytest.raises(ModelError, match=f"{key} is '{value}'; correct it to an integer fr"):
-            ModelSpec.of(moonlight(**{key: value}))
-    with pytest.raises(ModelError, match="n_shared_experts is -1; correct it"):
-        ModelSpec.of(moonlight(n_shared_experts=-1))
-    without = ModelSpec.of(moonlight(n_routed_experts=None))
-    assert not any("experts" in name for name in without.names)
-    with pytest.raises(ModelError, match=r"mlp_layer_types is .'dense'.; correct it"):
-        ModelSpec.of(moonlight(mlp_layer_types=["dense"]))
-    text = QWEN3_5["text_config"] | {"layer_types": "full_attention"}
-    with pytest.raises(ModelError, match="layer_types is 'full_attention'; correct it to a list"):
-        ModelSpec.of(QWEN3_5 | {"text_config": text})
+WIDTHS = {"hidden_size": 64, "vocab_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+LATENT = {"model_type": "deepseek_v3", "kv_lora_rank": 1, "num_hidden_layers": 1}
+OF_LAYERS = QWEN3_5 | {"text_config": QWEN3_5["text_config"] | {"layer_types": "full_attention"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "match"),
+    [
+        (
+            {"model_type": "new", "num_experts": 8, "num_hidden_layers": 1},
+            UnsupportedError,
+            r"'new' are not known .* add an entry to fp8rl/mod",
+        ),
+        (LATENT, ModelError, "no key 'n_routed_experts'; correct it"),
+        (moonlight(moe_layer_freq=0), ModelError, "moe_layer_freq is 0; correct it"),
+        (moonlight(first_k_dense_replace="a"), ModelError, "dense_replace is 'a'; correct it to"),
+        (moonlight(n_shared_experts="2"), ModelError, "_experts is '2'; correct it to an integer"),
+        (moonlight(n_shared_experts=-1), ModelError, "n_shared_experts is -1; correct it"),
+        (moonlight(mlp_layer_types=["dense"]), ModelError, r"types is .'dense'.; correct it"),
+        (OF_LAYERS, ModelError, "layer_types is 'full_attention'; correct it to a list"),
+        (WIDTHS, ModelError, r"config\.json has no key 'intermediate_size'; corr"),
+        (
+            WIDTHS | {"intermediate_size": 96, "head_dim": 0},
+            ModelError,
+            "head_dim is 0; correct it to an integer from 1",
+        ),
+    ],
+)
+def test_configs_that_no_model_has(config: dict[str, Any], error: type, match: str) -> None:
+    with pytest.raises(error, match=match):
+        spec = ModelSpec.of(config)
+        _ = spec.names, spec.numbers
 
 
 def test_a_description_is_frozen_and_layers_that_are_alike_are_one_object() -> None:
@@ -117,13 +121,7 @@ def test_a_description_is_frozen_and_layers_that_are_alike_are_one_object() -> N
     assert [layer.sparse for layer in spec.layers] == [False, True, True, True]
     assert spec.layers[1] is spec.layers[3] and spec.layers[0] is not spec.layers[1]
     assert spec.mtp_layers == range(4, 6) and spec.experts == 2
-
-
-def test_every_width_of_a_config_is_checked_and_a_missing_one_named() -> None:
-    config = {"hidden_size": 64, "vocab_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
-    with pytest.raises(ModelError, match=r"config\.json has no key 'intermediate_size'; corr"):
-        _ = ModelSpec.of(config).numbers
-    with pytest.raises(ModelError, match="head_dim is 0; correct it to an integer from 1"):
-        _ = ModelSpec.of(config | {"intermediate_size": 96, "head_dim": 0}).numbers
-    numbers = ModelSpec.of({"text_config": config | {"intermediate_size": 96}}).numbers
-    assert numbers == config | {"intermediate_size": 96}
+    without = ModelSpec.of(moonlight(n_routed_experts=None))
+    assert not any("experts" in name for name in without.names)
+    numbers = ModelSpec.of({"text_config": WIDTHS | {"intermediate_size": 96}}).numbers
+    assert numbers == WIDTHS | {"intermediate_size": 96}

@@ -7,7 +7,7 @@ import torch
 
 from fp8rl.numerics import BLOCK, FP8_DTYPE, Quantized, Stacked, quantize_blocks, reference
 from support.devices import Device, assert_same
-from support.shapes import DTYPES, FORMATS
+from support.shapes import FORMATS
 
 
 def sources() -> list[torch.Tensor]:
@@ -77,31 +77,3 @@ def test_a_stack_takes_the_codes_of_each_weight(device, scale_format, first):
     codes, scales = whole.codes.view(torch.uint8).cpu(), whole.scale_inv.cpu()
     codes[at, first : first + 200], scales[at, block : block + 2] = 0x55, 7.0
     assert (codes == 0x55).all() and (scales == 7.0).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_shards_go_straight_into_live_storage(device, dtype):
-    """Narrowed along either dimension, at any offset; rows beside them keep their bytes."""
-    torch.manual_seed(2)
-    full = torch.randn(700, 390).to(dtype)
-    shards = [
-        full[:256, :200],
-        full[131:387, 190:390],  # row-parallel: neither aligned nor contiguous
-        full[387:700, 3:203],  # ragged at the end
-    ]
-    whole, starts = filled(device, 1024, 200), [128, 384, 640]
-    places = [
-        Quantized(
-            whole.codes[first : first + len(x)],
-            whole.scale_inv[first // 128 : -(-(first + len(x)) // 128)],
-        )
-        for first, x in zip(starts, shards, strict=True)
-    ]
-    quantize(
-        device, [(device.moved(x), at) for x, at in zip(shards, places, strict=True)], BLOCK, "fp32"
-    )
-    for x, place in zip(shards, places, strict=True):
-        assert_same(place, reference.quantize_block(x, BLOCK, "fp32"))
-        place.codes.view(torch.uint8).fill_(0x55)
-        place.scale_inv.fill_(7.0)
-    assert (whole.codes.view(torch.uint8) == 0x55).all() and (whole.scale_inv == 7.0).all()

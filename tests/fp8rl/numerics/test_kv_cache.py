@@ -3,21 +3,16 @@ INT8 against the nearest multiples of each row's step; the kernel against the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from fp8rl.numerics import FP8_DTYPE, fake_quantize_int8_kv, fake_quantize_kv, reference
-from support.devices import INTERPRETED, Device, needs_gpu
+from fp8rl.numerics import FP8_DTYPE, fake_quantize_int8_kv, reference
+from support.devices import INTERPRETED, Device
 from support.shapes import DTYPES, PACKED, packed
 
 _HALF = torch.arange(127, dtype=torch.uint8).view(FP8_DTYPE).double().numpy()
 GRID = np.concatenate([-_HALF[:0:-1], _HALF])  # -448 to 448; the middle is 0
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def truth(x: torch.Tensor, scale: float) -> tuple[torch.Tensor, int]:
@@ -82,12 +77,15 @@ def test_slices_of_a_packed_projection(device, shape, dtype):
         check(device, k[:, 0], v[:, 0])  # packed sequences: [tokens, groups, head]
 
 
-def test_orders_of_dimensions_and_odd_sizes(device):
+def test_orders_of_dimensions_odd_sizes_and_what_is_not_finite(device):
     x = torch.randn(5, 6, 7, 9, generator=torch.Generator().manual_seed(0))
     check(device, x, x[0, 0, 0])
     check(device, x[..., :3], x.transpose(0, 2), in_place=(True, False))
     check(device, x[:, :3, 1:3], x[..., ::2], in_place=(False, False))
     check(device, x[:0], x)
+    x[0, 1, 2, 3], x[1, 0, 3, 4], x[3, 1, 5, 6] = torch.nan, torch.inf, -torch.inf
+    for dtype in DTYPES:
+        check(device, x.to(dtype), x.to(dtype)[:3], (0.25, 2.0**-50))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,46 +101,15 @@ def test_every_code_every_tie_and_what_saturates(device, dtype):
         check(device, x, x * scale, (scale, scale))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite(device, dtype):
-    x = torch.randn(200, 2, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
-    x[150, 1, 77], x[151, 0, 3], x[3, 1, 5] = torch.nan, torch.inf, -torch.inf
-    check(device, x, x[:100], (0.25, 2.0**-50))
-
-
-@given(st.floats(2.0**-50, 2.0**50, width=32), st.floats(-600, 600, width=32))
-@settings(max_examples=200)
-def test_any_scale(scale, times):
-    x = torch.tensor([[times * scale, times / 7 * scale, times / 1e5 * scale]])
-    check(Device(False), x, x.bfloat16(), (scale, scale))
-
-
-def test_power_of_two_scales_are_exact_and_a_second_time_changes_nothing():
-    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
-    scales, clipped = torch.full((2,), 2.0**-6), torch.zeros(2, dtype=torch.int64)
-    once, _ = fake_quantize_kv(x, x, scales, clipped)
-    assert np.isin((once.double() * 2**6).numpy(), GRID).all()
-    clipped.zero_()
-    twice, _ = fake_quantize_kv(once, once, scales, clipped)
-    assert torch.equal(once, twice) and not clipped.any() and not twice.requires_grad
-
-
-def as_rounded(found: Sequence[torch.Tensor], wide: Sequence[torch.Tensor], device: Device) -> Pair:
-    """The reference's values, as the device rounds them."""
-    one, other = (
-        rounded(w, x.dtype, triton=True) if device.triton and INTERPRETED else x
-        for x, w in zip(found, wide, strict=True)
-    )
-    return one, other
-
-
 def check_int8(device: Device, k: torch.Tensor, v: torch.Tensor) -> None:
     """Within half a step of each row; the kernel to the bit as the reference."""
     expected = reference.fake_quantize_int8_kv(k, v)
     if device.triton:
-        wide = reference.fake_quantize_int8_kv(k.float(), v.float())
+        if INTERPRETED:
+            wide = reference.fake_quantize_int8_kv(k.float(), v.float())
+            expected = [rounded(w, x.dtype, triton=True) for w, x in zip(wide, (k, v), strict=True)]
         found = device.module("kv_cache").fake_quantize_int8_kv(device.moved(k), device.moved(v))
-        for got, want in zip(found, as_rounded(expected, wide, device), strict=True):
+        for got, want in zip(found, expected, strict=True):
             same(got, want)
         return
     for x, source in zip(expected, (k, v), strict=True):
@@ -169,13 +136,9 @@ def test_int8_of_slices_copies_and_nothing(device, shape, dtype):
     k = k.clone()
     k[0, 0, 0, 5] = torch.nan
     check_int8(device, k, v)
-
-
-def test_every_half_of_every_step_of_int8(device):
-    x = torch.arange(-254, 255) / 2
-    rows = torch.cat((x, torch.zeros(3)))[None] * torch.tensor([[1.0], [2.0**-9], [0.37], [2e4]])
-    for dtype in DTYPES:
-        check_int8(device, rows.to(dtype), rows[:2].to(dtype))
+    halves = torch.cat((torch.arange(-254, 255) / 2, torch.zeros(3)))
+    rows = halves * torch.tensor([[1.0], [2.0**-9], [0.37], [2e4]])
+    check_int8(device, rows.to(dtype), rows[:2].to(dtype))
 
 
 def test_ties_of_int8_go_up_and_rows_of_zeros_stay_zeros():
@@ -187,23 +150,3 @@ def test_ties_of_int8_go_up_and_rows_of_zeros_stay_zeros():
     assert found[0, :6].tolist() == [127.0, -127.0, 3.0, -2.0, 0.0, 1.0]
     assert torch.allclose(found[1, :2], torch.tensor([1e-6, 3e-6]), rtol=1e-6)
     assert found[2].tolist() == [63.5, *[0.0] * 7] and not found[3].any()
-
-
-@needs_gpu
-def test_a_graph_replays_it_with_new_scales():
-    _, k, v = packed(300, 1, 2, 2, 128, torch.bfloat16)
-    scales = torch.tensor([0.02, 0.03], device="cuda")
-    clipped = torch.zeros(2, dtype=torch.int64, device="cuda")
-    moved = k.cuda(), v.cuda()
-    fake_quantize_kv(*moved, scales, clipped)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = fake_quantize_kv(*moved, scales, clipped)
-    scales.mul_(0.1)
-    clipped.zero_()
-    graph.replay()
-    expected = torch.zeros(2, dtype=torch.int64)
-    wanted = reference.fake_quantize_kv(k, v, scales.cpu(), expected)
-    assert all(torch.equal(x.cpu(), y) for x, y in zip(found, wanted, strict=True))
-    assert torch.equal(clipped.cpu(), expected) and expected.all()

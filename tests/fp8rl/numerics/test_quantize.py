@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+from itertools import cycle, product
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -28,9 +29,9 @@ from fp8rl.numerics import (
 from support.devices import (
     DEVICE,
     HAS_KERNELS,
-    INTERPRETED,
     Device,
     assert_same,
+    bits,
     needs_gpu,
     needs_kernels,
 )
@@ -42,7 +43,6 @@ HAS_NATIVE = HAS_KERNELS and importlib.import_module(
     "fp8rl.numerics.triton.quantize"
 ).has_native_cast(DEVICE)
 CASTS = ["native", "software"] if HAS_NATIVE else ["software"]
-CAN_PACK = HAS_KERNELS and (INTERPRETED or torch.cuda.get_device_capability() >= (9, 0))
 
 
 def mode(cast: str, scale_format: str) -> object:
@@ -51,7 +51,8 @@ def mode(cast: str, scale_format: str) -> object:
 
 
 MODES = [mode(cast, form) for cast in ("reference", *CASTS) for form in FORMATS]
-LAYOUT_MODES = [*MODES[:2], *(mode(c, f) for c, f in zip(CASTS[::-1], FORMATS[::-1], strict=False))]
+# Values in every dtype, layouts in one each.
+CASES = [*product(VALUES, DTYPES), *zip(LAYOUTS, cycle(DTYPES), strict=False)]
 
 
 def e4m3_value(code: int) -> float:
@@ -187,63 +188,13 @@ def poisoned_outputs(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *a, **k: poison(new_empty(t, *a, **k)))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled(request: pytest.FixtureRequest) -> None:
-    """Every kernel of the cases that are going to run on a GPU."""
-    if INTERPRETED or not HAS_KERNELS:
-        return
-    from support.compile_ahead import compiling_ahead
-
-    items = [item for item in request.session.items if item.path == request.path]
-    with compiling_ahead():
-        for item in items:
-            asked = item.callspec.params if hasattr(item, "callspec") else {}
-            if "case" in asked and asked["mode"][0] != "reference":
-                with pytest.MonkeyPatch.context() as patch:
-                    set_cast(asked["mode"][0], patch)
-                    for x in sources(asked["case"], asked["dtype"]):
-                        cast, form = asked["mode"]
-                        launch(*kernels(), Device(True).moved(x), asked["case"], form, cast)
-
-
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", VALUES)
-def test_values(case, dtype, mode, monkeypatch):
-    run(case, dtype, mode, monkeypatch)
-
-
-@pytest.mark.parametrize("mode", LAYOUT_MODES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", LAYOUTS)
-def test_layouts(case, dtype, mode, monkeypatch):
-    run(case, dtype, mode, monkeypatch)
-
-
-def run(case, dtype, mode, monkeypatch):
+@pytest.mark.parametrize(("case", "dtype"), CASES)
+def test_values_and_layouts(case, dtype, mode, monkeypatch):
     cast, scale_format = mode
     set_cast(cast, monkeypatch)
     for x in sources(case, dtype):
         check(x, case, scale_format, cast=cast)
-
-
-@needs_kernels
-@pytest.mark.usefixtures("guarded")
-@pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 126, 127, 129, 131, 255, 257, 300])
-def test_rows_that_fill_no_tile(rows, cast, monkeypatch):
-    """Nothing is written behind the outputs, nor by the general kernel."""
-    _, dual = kernels()
-    set_cast(cast, monkeypatch)
-    if CAN_PACK:
-        monkeypatch.delattr(dual, "_dual_kernel")
-    x = base(torch.bfloat16, (rows, 256))
-    x[:, 5], x[rows // 2], x[-1, 130] = torch.nan, 0, torch.inf
-    for scale_format in FORMATS:
-        actual = dual.quantize_operand(x.to(DEVICE), scale_format, True, True)
-        expected = reference.quantize_operand(x, scale_format, True, True)
-        for got, want in zip(actual, expected, strict=True):
-            assert_same(got, want)
 
 
 @needs_kernels
@@ -264,32 +215,12 @@ def test_zeros_fill_the_last_group_of_operands(columns, dtype):
         assert actual.columnwise.codes.shape == (columns, 256)
 
 
-@needs_gpu
-def test_another_number_of_rows_compiles_nothing(monkeypatch):
-    def quantize(rows: int) -> None:
-        x = torch.ones(rows, 256, dtype=torch.bfloat16, device=DEVICE)
-        kernels()[1].quantize_operand(x, "fp32", True, True)
-
-    for rows in (128, 130):
-        quantize(rows)
-    monkeypatch.delattr(importlib.import_module("triton").JITFunction, "_do_compile")
-    for rows in (1, 2, 16, 64, 129, 256, 300, 384):
-        quantize(rows)
-
-
 @pytest.mark.parametrize("cast", ["reference", pytest.param("software", marks=needs_kernels)])
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
 def test_empty(shape, cast):
     check(torch.zeros(shape), "one", "fp32", cast=cast)
     codes, scale_inv = quantize_block(torch.zeros(shape))
     assert dequantize_block(codes, scale_inv).shape == shape
-
-
-@needs_gpu
-def test_dispatch_takes_the_kernels():
-    x = torch.randn(130, 140)
-    assert_same(quantize_block(x.cuda()), quantize_block(x))
-    assert_same(quantize_group(x.cuda(), scale_format="pow2"), quantize_group(x, 128, "pow2"))
 
 
 @needs_gpu
@@ -375,53 +306,33 @@ def test_the_source_is_untouched_and_stays_out_of_autograd():
     assert torch.equal(w, before)
 
 
-class TestUpstream:
-    """Other people's quantizers, where they are installed and run on a CPU.
+W = make((384, 512), torch.bfloat16, 5, -6, 6)
 
-    They agree on codes and scales up to the rounding of the scale: transformers and vLLM's
-    ``scaled_quantize`` write ``448.0 / amax``, for which torch rounds a reciprocal and then a
-    product; DeepGEMM's ``per_block_cast_to_fp8`` in vLLM multiplies by ``1 / (amax / 448)``. A
-    power of two is exact in all of them.
-    """
 
-    W = make((384, 512), torch.bfloat16, 5, -6, 6)
+def of_transformers(scale_format: str) -> tuple[torch.Tensor, ...]:
+    module = importlib.import_module("transformers.integrations.finegrained_fp8")
+    config = SimpleNamespace(
+        weight_block_size=(128, 128), scale_fmt="ue8m0" if scale_format == "pow2" else "float"
+    )
+    quantizer = module.Fp8Quantize(SimpleNamespace(quantization_config=config))
+    found = quantizer.convert({"w.weight": W})
+    return found["w.weight"], found["w.weight_scale_inv"]
 
-    @staticmethod
-    def agree(codes: torch.Tensor, scale_inv: torch.Tensor, scale_format: str) -> None:
-        ours = quantize_block(TestUpstream.W, scale_format=scale_format)
-        theirs = codes.view(torch.uint8), scale_inv.float().view(torch.int32)
-        ulps = (ours.scale_inv.view(torch.int32) - theirs[1]).abs().max().item()
-        differing = (ours.codes.view(torch.uint8) != theirs[0]).double().mean().item()
-        assert ulps <= (0 if scale_format == "pow2" else 2)
-        assert differing <= (0 if scale_format == "pow2" else 1e-3)
 
-    @pytest.mark.parametrize("scale_format", FORMATS)
-    def test_transformers(self, scale_format):
-        module = pytest.importorskip(
-            "transformers.integrations.finegrained_fp8", reason="transformers is not installed"
-        )
-        if not hasattr(module, "Fp8Quantize"):
-            pytest.skip("this transformers has no Fp8Quantize")
-        config = SimpleNamespace(
-            weight_block_size=(128, 128), scale_fmt="ue8m0" if scale_format == "pow2" else "float"
-        )
-        quantizer = module.Fp8Quantize(SimpleNamespace(quantization_config=config))
-        found = quantizer.convert({"w.weight": self.W})
-        self.agree(found["w.weight"], found["w.weight_scale_inv"], scale_format)
+def of_vllm(scale_format: str) -> tuple[torch.Tensor, ...]:
+    module = pytest.importorskip("vllm.utils.deep_gemm", reason="vLLM is not installed")
+    quantize = inspect.unwrap(module.per_block_cast_to_fp8)  # without its torch.compile
+    return quantize(W, use_ue8m0=scale_format == "pow2")
 
-    def test_vllm_scaled_quantize(self):
-        module = pytest.importorskip(
-            "vllm.model_executor.layers.quantization.utils.quant_utils",
-            reason="vLLM is not installed",
-        )
-        found = module.scaled_quantize(
-            self.W, module.GroupShape(128, 128), torch.float8_e4m3fn, compute_dtype=torch.float32
-        )
-        self.agree(*found, "fp32")
 
-    @pytest.mark.parametrize("scale_format", FORMATS)
-    def test_vllm_per_block_cast_to_fp8(self, scale_format):
-        module = pytest.importorskip("vllm.utils.deep_gemm", reason="vLLM is not installed")
-        quantize = inspect.unwrap(module.per_block_cast_to_fp8)  # without its torch.compile
-        found = quantize(self.W, use_ue8m0=scale_format == "pow2")
-        self.agree(*found, scale_format)
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("theirs", [of_transformers, of_vllm])
+def test_other_peoples_quantizers_agree(theirs, scale_format):
+    """Up to the rounding of the scale: transformers writes ``448.0 / amax``, for which torch rounds
+    a reciprocal and then a product; DeepGEMM's ``per_block_cast_to_fp8`` in vLLM multiplies by
+    ``1 / (amax / 448)``. A power of two is exact in both."""
+    ours, (codes, scale_inv) = quantize_block(W, scale_format=scale_format), theirs(scale_format)
+    ulps = (bits(ours.scale_inv) - bits(scale_inv.float())).abs().max().item()
+    differing = (ours.codes.view(torch.uint8) != codes.view(torch.uint8)).double().mean().item()
+    assert ulps <= (0 if scale_format == "pow2" else 2)
+    assert differing <= (0 if scale_format == "pow2" else 1e-3)

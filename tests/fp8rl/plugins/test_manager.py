@@ -21,6 +21,7 @@ from fp8rl.recipe import Pins
 def register_pins(module_names):
     return Pins(names=("*.0.mlp.down_proj",))
 """
+HOOK = "from fp8rl import hookimpl\n@hookimpl\n"
 
 
 class Backend(ReferenceBackend):
@@ -52,35 +53,17 @@ def pinning(pins: object) -> SimpleNamespace:
     return SimpleNamespace(register_pins=register_pins)
 
 
-def test_an_entry_point_is_loaded(install):
-    install(GOOD, name="good")
-    found = PluginManager()
-    assert found.has_plugin("good")
-    policy = found.pin_policy(Pins(last=1), ModelSpec.dense(3).names)
-    assert policy.bf16_linears()[0] == "model.layers.0.mlp.down_proj"
-    assert len(policy.bf16_linears()) == 1 + 7
-
-
 @pytest.mark.parametrize(
     ("code", "value", "reason"),
     [
         ("import no_such_module_anywhere", None, "ModuleNotFoundError: No module named"),
-        ("raise RuntimeError('boom at import')", None, "RuntimeError: boom at import"),
         ("def broken(:", None, "SyntaxError"),
         ("", "module_of_dist_of_bad:missing", "AttributeError"),
-        (
-            "from fp8rl import hookimpl\n@hookimpl\ndef register_pinz(module_names): ...",
-            None,
-            "unknown hook 'register_pinz'",
-        ),
-        (
-            "from fp8rl import hookimpl\n@hookimpl\ndef register_pins(names): ...",
-            None,
-            "PluginValidationError",
-        ),
+        (f"{HOOK}def register_pinz(module_names): ...", None, "unknown hook 'register_pinz'"),
+        (f"{HOOK}def register_pins(names): ...", None, "PluginValidationError"),
     ],
 )
-def test_a_plugin_that_cannot_be_loaded(install, code, value, reason):
+def test_a_plugin_that_cannot_be_loaded_beside_one_that_can(install, code, value, reason):
     install(code, name="bad", value=value)
     install(GOOD, name="good")
     with pytest.raises(PluginError) as caught:
@@ -92,8 +75,9 @@ def test_a_plugin_that_cannot_be_loaded(install, code, value, reason):
     tolerant = PluginManager(strict=False)
     assert str(tolerant.broken["bad"]) == message
     assert not tolerant.has_plugin("bad")
-    assert tolerant.has_plugin("good")
-    assert tolerant.pin_policy(Pins(), ModelSpec.dense(1).names).bf16_linears()
+    policy = tolerant.pin_policy(Pins(last=1), ModelSpec.dense(3).names)
+    assert policy.bf16_linears()[0] == "model.layers.0.mlp.down_proj"
+    assert len(policy.bf16_linears()) == 1 + 7
 
 
 def test_a_package_of_ours_that_is_not_installed_is_left_out(install, caplog):
@@ -101,9 +85,7 @@ def test_a_package_of_ours_that_is_not_installed_is_left_out(install, caplog):
     install("", name="demo", dist="fp8rl", value="no_such_demo_package.hooks")
     install(GOOD, name="good")
     found = PluginManager()
-    assert set(found.entry_points) == {"good"}
-    assert found.broken == {}
-    assert found.pin_policy(Pins(), ModelSpec.dense(1).names).bf16_linears()
+    assert set(found.entry_points) == {"good"} and found.broken == {}
     (line,) = [r.getMessage() for r in caplog.records if r.name.startswith("fp8rl")]
     assert "'no_such_demo_package', which fp8rl's plugin 'demo' is in, is not installed" in line
     # What is there and fails is an error, whoever's it is.
@@ -131,54 +113,45 @@ def test_two_distributions_with_one_plugin_name(install):
 
 
 @pytest.mark.parametrize(
-    ("hook", "call", "offered", "message"),
+    ("hook", "offered", "message"),
     [
-        ("register_gemm_backends", "gemm_backends", [Backend("fast")], "GEMM backend named 'fast'"),
-        ("register_gemm_backends", "gemm_backends", [Backend("reference")], "named 'reference'"),
-        ("register_is_correctors", "is_correctors", {"x": abs}, "corrector named 'x'; rename"),
+        ("gemm_backends", [Backend("reference")], "GEMM backend named 'reference'"),  # a built-in
+        ("gemm_backends", [Backend("fast")], "GEMM backend named 'fast'"),
+        ("is_correctors", {"x": abs}, "corrector named 'x'; rename"),
     ],
 )
-def test_two_of_one_name(hook, call, offered, message):
-    """Of two plugins, and of one plugin and the built-in ones."""
-    plugins = [plugin(**{hook: offered}) for _ in range(1 if "reference" in message else 2)]
+def test_two_of_one_name(hook, offered, message):
+    plugins = [plugin(**{f"register_{hook}": offered}) for _ in range(1 + ("'ref" not in message))]
     with pytest.raises(PluginError, match=f"Two plugins offer .*{message}"):
-        getattr(manager(*plugins), call)()
+        getattr(manager(*plugins), hook)()
 
 
 def fail() -> None:
     raise OSError("no such file")
 
 
-@pytest.mark.parametrize(
-    ("hook", "call"),
-    [
-        ("register_gemm_backends", "gemm_backends"),
-        ("register_is_correctors", "is_correctors"),
-        ("register_engine_adapters", "engine_adapters"),
-    ],
-)
-def test_a_hook_that_fails_or_returns_the_wrong_type_is_named(hook, call):
+@pytest.mark.parametrize("what", ["gemm_backends", "is_correctors", "engine_adapters"])
+def test_a_hook_that_fails_or_returns_the_wrong_type_is_named(what):
+    hook = f"register_{what}"
     with pytest.raises(PluginError, match=f"{hook} of an fp8rl plugin .* returned int; it must"):
-        getattr(manager(plugin(**{hook: 3})), call)()
+        getattr(manager(plugin(**{hook: 3})), what)()
     match = f"{hook} .* failed: OSError: no such file. Repair .*BLOCK"
     with pytest.raises(PluginError, match=match):
-        getattr(manager(SimpleNamespace(**{hook: hookimpl(fail)})), call)()
+        getattr(manager(SimpleNamespace(**{hook: hookimpl(fail)})), what)()
 
 
 def test_pins_of_plugins_are_added():
     names = ModelSpec.dense(4).names
     found = manager(pinning(Pins(first=1)), pinning(Pins(layers=(2,))), pinning(None))
-    pinned = {row.layer for row in found.pin_policy(Pins(last=1), names).report() if row.reason}
     linears = {n.split(".")[2] for n in found.pin_policy(Pins(last=1), names).bf16_linears()}
     assert linears == {"0", "2", "3"}
-    assert pinned >= {0, 2, 3}
     with pytest.raises(PluginError, match="returned dict; it must return Pins or None"):
         manager(pinning({"first": 1})).pin_policy(Pins(), names)
     with pytest.raises(PinError, match="matches nothing"):
         manager(pinning(Pins(layers=(9,)))).pin_policy(Pins(), names)
 
 
-@pytest.mark.parametrize("change", ["clear", "pop", "append"])
+@pytest.mark.parametrize("change", ["clear", "append"])
 def test_a_plugin_cannot_change_the_names_that_pins_are_resolved_for(change):
     """An emptied list lost every pin of the recipe without a word."""
 
@@ -195,5 +168,4 @@ def test_a_plugin_cannot_change_the_names_that_pins_are_resolved_for(change):
 
 
 def test_public_names():
-    for name in fp8rl.__all__:
-        assert getattr(fp8rl, name) is not None
+    assert all(getattr(fp8rl, name) is not None for name in fp8rl.__all__)
