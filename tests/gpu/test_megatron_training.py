@@ -13,8 +13,6 @@ pytest.importorskip("megatron.core")
 
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from fp8rl import PluginManager, Recipe
-from megatron_fp8rl import convert
 from megatron_fp8rl.kv.observers import QKVObserver
 from megatron_fp8rl.layers.linear_modules import weights_of
 from megatron_fp8rl.testing.models import build_gpt
@@ -51,12 +49,6 @@ each_model = pytest.mark.parametrize("kind", CONFIGS)
 
 def _gpt(kind: str = "dense", seed: int = 0, **more: Any):
     return build_gpt(CONFIGS[kind], seed=seed, **more).cuda()
-
-
-def _convert(model: Any, **options: Any):
-    # The table's choice compiles DeepGEMM for each of these small shapes, seconds each.
-    options = {"gemm_backend": "triton", **options}
-    return convert(model, Recipe(), plugins=PluginManager(), **options)
 
 
 def _tokens(seed: int) -> torch.Tensor:

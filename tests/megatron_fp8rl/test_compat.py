@@ -6,7 +6,6 @@ import re
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import megatron.core
@@ -41,17 +40,6 @@ def test_without_transformer_engine_its_classes_are_not_served():
     facts = hooks.diagnose().facts
     assert facts["transformer-engine"].startswith("not installed")
     assert "not TransformerEngine's" in facts["FP8 linears"]
-
-
-def test_every_fp8_class_tells_bridge_its_parallelism_by_its_name():
-    """Also those of TransformerEngine, which are not importable everywhere."""
-    source = Path(compat.__file__).parent.joinpath("layers", "te_classes.py").read_text()
-    defined = re.findall(r"^class (Fp8\w+)\(\w+, (TE\w+)\):", source, re.M)
-    assert len(defined) == 6
-    for name, upstream in defined:
-        assert name == f"Fp8{upstream}"
-        whole = name == "Fp8TELinear"  # on every rank: Bridge calls it replicated
-        assert ("RowParallel" in name) + ("ColumnParallel" in name) == (0 if whole else 1)
 
 
 def test_doctor_finds_megatron():

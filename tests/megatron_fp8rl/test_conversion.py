@@ -15,7 +15,6 @@ from fp8rl import PinPolicy, PluginManager, Recipe, hookimpl
 from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.numerics import Quantized, quantize_block
 from fp8rl.recipe import Pins
-from megatron_fp8rl import conversion as conversion_module
 from megatron_fp8rl import conversion_of, convert, precision_file, weight_codes_hf
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.layers.linear import Fp8ColumnParallelLinear, Fp8Module, Fp8RowParallelLinear
@@ -243,26 +242,6 @@ def test_chunks_that_handles_share():
         conversion_of(chunks)
 
 
-def test_an_interrupt_leaves_a_model_that_can_be_converted(monkeypatch):
-    gpt, ids = _gpt(), tokens(batch=4)
-    bf16 = losses(gpt, ids)
-    looked_up = conversion_module.fp8_classes
-    left = [8 + 5]  # each module is looked up when it is checked and when it is swapped
-
-    def interrupted() -> dict[type, Any]:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return looked_up()
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(conversion_module, "fp8_classes", interrupted)
-        convert_alone(gpt)
-    assert not any(isinstance(m, Fp8Module) for m in gpt.modules())
-    assert torch.equal(losses(gpt, ids), bf16)
-    assert len(convert_alone(gpt).modules) == 8
-
-
 # ---- codes
 
 
@@ -386,32 +365,6 @@ def test_a_backend_of_a_plugin_is_used_for_all_three_products():
     convert(gpt, Recipe(), plugins=plugins)
     losses(gpt, tokens(batch=4)).mean().backward()
     assert sorted(own.calls) == ["dgrad"] * 8 + ["fprop"] * 8 + ["wgrad"] * 8
-
-
-def test_gradients_are_added_to_the_buffers_of_ddp():
-    """And recomputed parts of a layer change none of them."""
-    batches = [tokens(seed, batch=4) for seed in range(2)]
-    recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
-    trainer = Trainer(_gpt(**recompute), fp8={}, overlap_grad_reduce=True, grad_reduce_in_fp32=True)
-    for module in trainer.conversion.modules.values():
-        module.gradient_accumulation_fusion = True
-    trainer.gradients(*batches)
-    added = {n: p.main_grad.clone() for n, p in trainer.ddp.named_parameters()}
-
-    gpt = _gpt()
-    convert_alone(gpt)
-    total = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in gpt.named_parameters()}
-    for batch in batches:
-        (losses(gpt, batch).float().mean() / len(batches)).backward()
-        for name, parameter in gpt.named_parameters():
-            total[name] += parameter.grad.float()  # rounded to bfloat16 before it is added
-            parameter.grad = None
-    differ = []
-    for name, grad in total.items():
-        got = added[f"module.module.{name}"]
-        assert (got - grad).norm() / grad.norm() < 2**-8, name
-        differ += [] if torch.equal(got, grad) else [name]
-    assert any("linear_" in name for name in differ)
 
 
 @pytest.mark.parametrize("converted", ["before", "after"])
