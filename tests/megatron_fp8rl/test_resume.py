@@ -76,6 +76,7 @@ def test_state_dicts_load_with_and_without_the_plugin(saved_with):
     assert torch.equal(_loss(target if saved_with else source), expected)
 
 
+@pytest.mark.slow  # megatron starts a process for the first checkpoint
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     straight = Run(fp8=True, seed=1)
     first = [straight.step(i) for i in range(2)]
