@@ -22,7 +22,7 @@ logprobs = pytest.importorskip("fp8rl.kernels.logprobs")
 
 DEVICE = torch.device("cuda")
 PAGE = 16
-SHAPES = [(32, 8, 128), (12, 3, 64), (32, 4, 128), (9, 3, 64), (8, 4, 256)]
+SHAPES = [(32, 4, 128), (9, 3, 64), (8, 4, 256)]
 """Heads, KV heads, head size."""
 LENGTHS = (1100, 7, 2049, 300)
 
@@ -109,6 +109,19 @@ def make(heads: int, kv_heads: int, size: int, dtype: str, page_size: int = PAGE
     )
 
 
+def copied(case: Case) -> Any:
+    """The copy of all pages that attention over cached prefixes reads."""
+    return paged.copy_pages(
+        *case.cache,
+        case.table,
+        case.lengths,
+        keys=sum(LENGTHS),
+        longest=max(LENGTHS),
+        k_scale=case.scales[0],
+        v_scale=case.scales[1],
+    )
+
+
 def decoded(case: Case, tokens: torch.Tensor, splits: int) -> torch.Tensor:
     """Decode some tokens of all, each as a request of its own."""
     sequence = torch.searchsorted(case.starts.long(), tokens, right=True) - 1
@@ -126,8 +139,10 @@ def decoded(case: Case, tokens: torch.Tensor, splits: int) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("dtype", ["e4m3", "int8", "bf16"])
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "dtype"),
+    [*((*shape, "e4m3") for shape in SHAPES), (*SHAPES[0], "int8"), (*SHAPES[0], "bf16")],
+)
 def test_a_token_has_the_same_bits_in_any_batch(heads, kv_heads, size, dtype):
     case = make(heads, kv_heads, size, dtype)
     scale = size**-0.5
@@ -144,58 +159,36 @@ def test_a_token_has_the_same_bits_in_any_batch(heads, kv_heads, size, dtype):
     chosen = torch.cat(
         [torch.arange(e - n, e) for e, n in zip(case.starts[1:].tolist(), last, strict=True)]
     )
-    copy = paged.copy_pages(
-        *case.cache,
-        case.table,
-        case.lengths,
-        keys=sum(LENGTHS),
-        longest=max(LENGTHS),
-        k_scale=case.scales[0],
-        v_scale=case.scales[1],
-    )
     query_starts = torch.tensor([0, *accumulate(last)], dtype=torch.int32, device=DEVICE)
     some, _ = kernels.attend(
-        case.query[chosen.to(DEVICE)], copy, query_starts, longest_query=45, softmax_scale=scale
+        case.query[chosen.to(DEVICE)],
+        copied(case),
+        query_starts,
+        longest_query=45,
+        softmax_scale=scale,
     )
     assert torch.equal(some, whole[chosen.to(DEVICE)])
 
-    group = heads // kv_heads
     for start, end in zip(case.starts[:-1].tolist(), case.starts[1:].tolist(), strict=True):
-        q, k, v = (x[start:end].double() for x in (case.query, case.keys, case.values))
-        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
-        later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, float("-inf"))
-        expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1))
+        rows = (x[start:end] for x in (case.query, case.keys, case.values))
+        expected, expected_lse = _attended(*rows)
         error = (whole[start:end].double() - expected).norm() / expected.norm()
         assert error < {"int8": 6e-3, "e4m3": 2.5e-3, "bf16": 4e-3}[dtype]
-        assert (lse[:, start:end].double() - scores.logsumexp(-1)).abs().max() < 2e-2
+        assert (lse[:, start:end].double() - expected_lse).abs().max() < 2e-2
 
 
-@pytest.mark.parametrize("dtype", ["e4m3", "int8"])
-@pytest.mark.parametrize("page_size", [24, 48])
+@pytest.mark.parametrize(("page_size", "dtype"), [(24, "e4m3"), (48, "int8")])
 def test_pages_that_no_tile_fits(page_size, dtype):
     """vLLM takes every multiple of 16 as a block size."""
     case, apart = make(8, 4, 64, dtype), make(8, 4, 64, dtype, page_size)
     tokens = torch.arange(0, sum(LENGTHS), 7, device=DEVICE)
     for splits in (1, 4):
         assert torch.equal(decoded(apart, tokens, splits), decoded(case, tokens, splits))
-    copies = [
-        paged.copy_pages(
-            *each.cache,
-            each.table,
-            each.lengths,
-            keys=sum(LENGTHS),
-            longest=max(LENGTHS),
-            k_scale=each.scales[0],
-            v_scale=each.scales[1],
-        )
-        for each in (case, apart)
-    ]
     outs = [
         kernels.attend(
-            case.query, copy, case.starts, longest_query=max(LENGTHS), softmax_scale=0.125
+            case.query, copied(each), case.starts, longest_query=max(LENGTHS), softmax_scale=0.125
         )[0]
-        for copy in copies
+        for each in (case, apart)
     ]
     assert torch.equal(*outs)
 
@@ -217,7 +210,7 @@ def test_padded_rows_of_a_captured_batch_are_zero():
     assert out[0].abs().sum() > 0 and (out[1:] == 0).all()
 
 
-@pytest.mark.parametrize("columns", [64, 128, 256, 384, 576, 768, 2048, 2560, 4096, 5120, 8192])
+@pytest.mark.parametrize("columns", [64, 384, 576, 2560, 8192])
 def test_norms(columns):
     torch.manual_seed(0)
     x, residual = (torch.randn(300, columns, device=DEVICE).bfloat16() * 3 for _ in range(2))
@@ -236,11 +229,10 @@ def test_norms(columns):
 
 
 @pytest.mark.parametrize("form", ["fp32", "pow2"])
-@pytest.mark.parametrize("rows", [1, 2, 7, 64, 300])
+@pytest.mark.parametrize("rows", [1, 7, 300])
 def test_quantized_norms_are_the_norms_quantized(rows, form):
     torch.manual_seed(rows)
-    whole = (*range(128, 2049, 128), 2560, 3584, 4096, 5120, 6144, 8192)
-    for columns in (*whole, *HALF_GROUPS, 1216, 4672):
+    for columns in (128, 384, 2048, 5120, 8192, *HALF_GROUPS, 4672):
         x, residual = (torch.randn(rows, columns, device=DEVICE).bfloat16() * 3 for _ in range(2))
         odd = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
         weight = torch.rand(columns, device=DEVICE).bfloat16()
@@ -289,18 +281,6 @@ def test_rotation_and_its_gradient(heads, kv_heads, size):
             assert all(torch.equal(x, y[tokens]) for x, y in zip(joined, apart, strict=True))
 
 
-def test_log_probabilities():
-    torch.manual_seed(0)
-    logits = torch.randn(40, 50_001, device=DEVICE).bfloat16() * 4
-    ids = torch.randint(0, 50_001, (40,), device=DEVICE)
-    found, largest, log_sum = logprobs.token_logprobs(logits, ids)
-    assert torch.equal(found[3:4], logprobs.token_logprobs(logits[3:4], ids[3:4])[0])
-    expected = logits.double().log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)
-    assert torch.equal(largest, logits.float().amax(-1))
-    torch.testing.assert_close((largest + log_sum).double(), logits.double().logsumexp(-1))
-
-
 @pytest.mark.parametrize(("words", "hidden"), [(151_936, 4096), (49_152, 768)])
 def test_the_trainers_head_has_the_bits_of_few_rows(words, hidden):
     from fp8rl.kernels import head
@@ -317,22 +297,23 @@ def test_the_trainers_head_has_the_bits_of_few_rows(words, hidden):
 
 
 @pytest.mark.parametrize("words", [49_152, 50_001])
-def test_log_probabilities_of_views(words):
-    """Megatron's logits are ``[S, B, V]`` in memory, and NeMo RL's packed loss takes parts."""
+def test_log_probabilities(words):
+    """Also of views: Megatron's logits are ``[S, B, V]`` in memory, and NeMo RL's packed loss takes
+    parts."""
     torch.manual_seed(0)
     logits = (torch.randn(9, 3, words, device=DEVICE) * 4).bfloat16().transpose(0, 1)
     ids = torch.randint(0, words, (3, 9), device=DEVICE)
-    rows = logits.reshape(-1, words)
-    expected = [x.view(3, 9) for x in logprobs.token_logprobs(rows, ids.flatten())]
+    whole = logprobs.token_logprobs(logits, ids)
+    rows = logprobs.token_logprobs(logits.reshape(-1, words), ids.flatten())
     part = slice(4, 7)
-    for found, alone, whole in zip(
-        logprobs.token_logprobs(logits, ids),
-        logprobs.token_logprobs(logits[1:2, part], ids[1:2, part]),
-        expected,
-        strict=True,
-    ):
-        assert torch.equal(found, whole)
-        assert torch.equal(alone, whole[1:2, part])
+    alone = logprobs.token_logprobs(logits[1:2, part], ids[1:2, part])
+    for found, packed, some in zip(whole, rows, alone, strict=True):
+        assert torch.equal(found, packed.view(3, 9)) and torch.equal(some, found[1:2, part])
+    found, largest, log_sum = whole
+    expected = logits.double().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)
+    assert torch.equal(largest, logits.float().amax(-1))
+    torch.testing.assert_close((largest + log_sum).double(), logits.double().logsumexp(-1))
     outside = torch.tensor([[-100, words, 5]], device=DEVICE)
     found = logprobs.token_logprobs(logits[:1, :3], outside)[0]
     assert (found[0, :2] == 0).all() and found[0, 2] < 0
@@ -367,82 +348,23 @@ def test_gradients_of_attention_are_those_of_the_rounded_keys(dtype):
         ]
     wide = [x.detach().double().requires_grad_() for x in (inputs[0], *rounded)]
     bounds = zip(case.starts[:-1].tolist(), case.starts[1:].tolist(), strict=True)
-    parts = [_attended(*(x[start:end] for x in wide)) for start, end in bounds]
+    parts = [_attended(*(x[start:end] for x in wide))[0] for start, end in bounds]
     expected = torch.autograd.grad(torch.cat(parts), wide, grad.double())
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.double() - theirs).norm() / theirs.norm() < 1e-2
 
 
-def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Compute causal attention ``[tokens, heads, size]`` of one sequence in float64."""
+def _attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention ``[tokens, heads, size]`` of one sequence in float64, and its logsumexp."""
     group, size = q.shape[1] // k.shape[1], q.shape[2]
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, 0) for x in (k, v))
     scores = (q @ k.transpose(1, 2)) * size**-0.5
     later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
-    return (scores.masked_fill(later, float("-inf")).softmax(-1) @ v).transpose(0, 1)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
-def test_sequences_of_one_length_are_the_packed_ones(heads, kv_heads, size):
-    """Megatron's ``[s, b, ..]``: output to the bit, gradients by float64."""
-    pytest.importorskip("megatron.core")
-    from types import SimpleNamespace
-
-    from megatron_fp8rl.layers.exact import ExactCore, OfForward, exact_class
-
-    core: Any = exact_class(ExactCore, torch.nn.Identity)()
-    core.exact_forward = OfForward()
-    core.exact_cache = SimpleNamespace(
-        scales=torch.tensor([2.0**-6, 2.0**-5], device=DEVICE),
-        clipped=torch.zeros(2, dtype=torch.int64, device=DEVICE),
-        in_service=True,
-        count=lambda *_: None,
-    )
-    length, batch = 300, 3
-    shapes = [(length, batch, n, size) for n in (heads, kv_heads, kv_heads)]
-    given = [torch.randn(shape, device=DEVICE).bfloat16().requires_grad_() for shape in shapes]
-    out = core(*given, None)
-    starts = torch.arange(batch + 1, device=DEVICE) * length
-    packed = SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_q_padded=None, max_seqlen_q=length)
-    in_a_row = core(
-        *(x.transpose(0, 1).flatten(0, 1) for x in given), None, packed_seq_params=packed
-    )
-    assert torch.equal(in_a_row.view(batch, length, -1).transpose(0, 1), out)
-    grad = torch.randn_like(out)
-    found = torch.autograd.grad(out, given, grad)
-    rounded = fake_quantize_kv(
-        *(x.detach().flatten(1, 2) for x in given[1:]),
-        core.exact_cache.scales,
-        core.exact_cache.clipped,
-    )
-    wide = [given[0].detach(), *(x.view(shapes[1]) for x in rounded)]
-    wide = [x.double().requires_grad_() for x in wide]
-    parts = [_attended(*(x[:, n] for x in wide)) for n in range(batch)]
-    expected = torch.autograd.grad(torch.stack(parts, 1).flatten(2), wide, grad.double())
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.double() - theirs).norm() / theirs.norm() < 1e-2
-
-
-@pytest.mark.parametrize("shape", [(33, 4, 4096), (33, 4, 8, 128), (33, 4, 576)])
-def test_gradients_of_norms(shape):
-    """Equal to those of torch's norm, by float64."""
-    pytest.importorskip("megatron.core")
-    from megatron_fp8rl.layers.norms import SharedRMSNorm
-
-    x = torch.randn(shape, device=DEVICE).bfloat16()
-    for given in (x, x.transpose(0, 1)):
-        weight = torch.rand(shape[-1], device=DEVICE).bfloat16()
-        inputs = [given.clone().requires_grad_(), weight.requires_grad_()]
-        y = SharedRMSNorm.apply(*inputs, 1e-6)
-        grad = torch.randn_like(y)
-        found = torch.autograd.grad(y, inputs, grad)
-        wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-        exactly = torch.nn.functional.rms_norm(wide[0], wide[1].shape, wide[1], 1e-6)
-        for ours, theirs in zip(
-            found, torch.autograd.grad(exactly, wide, grad.double()), strict=True
-        ):
-            assert (ours.double() - theirs).norm() / theirs.norm() < 5e-3
+    scores = scores.masked_fill(later, float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1)
 
 
 def _scored(model: Any, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -456,8 +378,9 @@ def _scored(model: Any, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor
     return hidden[0].transpose(0, 1), logits
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama3"])
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8_per_token_head"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen3", "fp8_e4m3"), ("llama3", "int8_per_token_head")]
+)
 def test_transformer_engines_spec_has_the_bits_of_the_local_one(world_of_one, dtype, family):
     """Alone, batched, packed and recomputed; also gradients, whose sums have another order."""
     pytest.importorskip("transformer_engine.pytorch")
@@ -565,49 +488,3 @@ def _gradients(model: Any) -> Any:
     for name, parameter in model.named_parameters():
         local = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
         yield local.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."), parameter.grad
-
-
-def test_transformer_engines_attention_runs_before_there_are_scales(world_of_one):
-    """Packed too; a conversion that is closed leaves TransformerEngine's classes and bits."""
-    pytest.importorskip("transformer_engine.pytorch")
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from transformers import Qwen3Config
-
-    from fp8rl import Recipe
-    from megatron_fp8rl import convert
-    from megatron_fp8rl.kv.cache import KVCacheInTraining
-    from megatron_fp8rl.testing.models import build_gpt
-
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-    )
-    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
-    options: dict[str, Any] = {"use_cpu_initialization": False, "bias_activation_fusion": True}
-    model = build_gpt(config, transformer_layer_spec=spec, **options).cuda()
-    classes = [type(module) for module in model.modules()]
-    ids = torch.randint(0, 512, (1, 200), device=DEVICE)
-    starts = torch.tensor([0, 60, 200], dtype=torch.int32, device=DEVICE)
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=starts,
-        cu_seqlens_kv=starts,
-        max_seqlen_q=140,
-        max_seqlen_kv=140,
-    )
-    with torch.no_grad():
-        before = _scored(model, ids, packed_seq_params=packed)[0]
-        conversion = convert(model, Recipe.from_dict({"exact": True}))
-        cache = KVCacheInTraining(model)
-        found = _scored(model, ids, packed_seq_params=packed)[0]
-        assert 0 < (found - before).norm() < 0.2 * before.norm()
-        cache.close()
-        conversion.close()
-        assert [type(module) for module in model.modules()] == classes
-        assert torch.equal(_scored(model, ids, packed_seq_params=packed)[0], before)

@@ -6,13 +6,17 @@ after 128 products, which bounds the error.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from fp8rl.gemm import BackendChoice, GemmShape, builtin_backends
+from fp8rl.gemm import BackendChoice, GemmShape, GroupedShape, builtin_backends
 from fp8rl.gemm.table import DIRECTIONS, table_row
-from fp8rl.numerics import Operand, Quantized, quantize_operand, quantize_weight
+from fp8rl.numerics import ExpertRows, Quantized, quantize_grouped, row_alignment
+from fp8rl.testing.gemm import operands, product_error
 from support.numeric import relative_error
+from support.shapes import SPLITS
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -20,111 +24,104 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 GPU = torch.device("cuda")
 BACKENDS = {b.name: b for b in builtin_backends() if b.name != "reference"}
-FLOAT32, BFLOAT16 = 2e-3, 2**-8  # measured on an H100: 2e-4 to 1e-3
-SHAPES = [
+GROUPED = {name: b for name, b in BACKENDS.items() if hasattr(b, "grouped_fprop")}
+LIMITS = {torch.bfloat16: 2**-8, torch.float32: 2e-3}  # measured on an H100: 2e-4 to 1e-3
+OUT, IN = 256, 640
+ALONE = [
     GemmShape(256, 384, 512),
     GemmShape(1024, 1536, 4096),
-    GemmShape(200, 256, 640),
-    GemmShape(132, 400, 336),
     GemmShape(37, 200, 300),
     GemmShape(300, 960, 576),
-    GemmShape(132, 576, 1536),
     GemmShape(64, 192, 64),
     GemmShape(1, 128, 128),
 ]
+OF_EXPERTS = [GroupedShape(tuple(splits), OUT, IN) for splits in SPLITS]
 
 
-def _exact(q: Quantized, blocks: bool) -> torch.Tensor:
-    factors = q.scale_inv.double().repeat_interleave(128, 1)[:, : q.codes.shape[1]]
-    if blocks:
-        factors = factors.repeat_interleave(128, 0)[: len(q.codes)]
-    return q.codes.double() * factors
-
-
-def _operands(shape: GemmShape, scale_format: str) -> tuple[Operand, Operand, Operand]:
-    torch.manual_seed(0)
-    x = (
-        torch.randn(shape.tokens, shape.in_features, device=GPU)
-        * torch.rand(shape.in_features, device=GPU).mul(6).exp()
-    )  # some channels much larger, as in language models
-    w = torch.randn(shape.out_features, shape.in_features, device=GPU) * 0.02
-    grad = torch.randn(shape.tokens, shape.out_features, device=GPU) * 1e-5
-    return (
-        quantize_operand(x.bfloat16(), scale_format),
-        quantize_weight(w.bfloat16(), scale_format),
-        quantize_operand(grad.bfloat16(), scale_format),
-    )
-
-
-def _backend(name: str, shape: GemmShape, scale_format: str):
+def _backend(name: str, shape: Any) -> Any:
     backend = BACKENDS[name]
-    reason = backend.supports(GPU, shape, scale_format)
+    supports = getattr(backend, f"supports{'_grouped' * isinstance(shape, GroupedShape)}")
+    reason = supports(GPU, shape, "fp32")
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
     return backend
 
 
-@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*((n, s) for n in BACKENDS for s in ALONE), *((n, s) for n in GROUPED for s in OF_EXPERTS)],
+    ids=str,
+)
+def test_every_direction(name, shape, dtype):
+    shape = shape._replace(dtype=dtype)
+    backend = _backend(name, shape)
+    for direction in DIRECTIONS:
+        assert product_error(backend, direction, shape, GPU) < LIMITS[dtype], direction
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_every_direction(name, shape, scale_format):
-    backend = _backend(name, shape, scale_format)
-    x, w, grad = _operands(shape, scale_format)
-    y = _exact(x.rowwise, False) @ _exact(w.rowwise, True).t()
-    dx = _exact(grad.rowwise, False) @ _exact(w.columnwise, True).t()
-    dw = _exact(grad.columnwise, False) @ _exact(x.columnwise, False).t()
-    assert relative_error(backend.fprop(x.rowwise, w.rowwise, torch.bfloat16), y) < BFLOAT16
-    assert relative_error(backend.dgrad(grad.rowwise, w.columnwise, torch.bfloat16), dx) < BFLOAT16
-    for dtype, tolerance in ((torch.bfloat16, BFLOAT16), (torch.float32, FLOAT32)):
-        got = backend.wgrad(grad.columnwise, x.columnwise, dtype)
-        assert got.dtype == dtype
-        assert relative_error(got, dw) < tolerance
-        out = dw.to(dtype).mul(3).contiguous()
-        assert backend.wgrad(grad.columnwise, x.columnwise, dtype, out) is out
-        assert relative_error(out, 4 * dw) < tolerance
+def test_a_sum_that_does_not_start_where_tma_can_write(name, dtype):
+    backend = _backend(name, ALONE[0])
+    a, b, _ = operands("wgrad", ALONE[0], GPU)
+    rows, columns = ALONE[0].out_features, ALONE[0].in_features
+    product = backend.wgrad(a, b, torch.float32)
+    total = torch.empty(rows * columns + 1, device=GPU, dtype=dtype)[1:].view(rows, columns)
+    total.copy_(3 * product)
+    assert backend.wgrad(a, b, dtype, total) is total
+    assert relative_error(total, 4 * product) < LIMITS[dtype]
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_sum_that_does_not_start_where_tma_can_write(name):
-    backend = _backend(name, SHAPES[0], "fp32")
-    x, _, grad = _operands(SHAPES[0], "fp32")
-    rows, cols = SHAPES[0].out_features, SHAPES[0].in_features
-    total = torch.zeros(rows * cols + 1, device=GPU)[1:].view(rows, cols)
-    product = backend.wgrad(grad.columnwise, x.columnwise, torch.float32)
-    assert backend.wgrad(grad.columnwise, x.columnwise, torch.float32, total) is total
-    assert relative_error(total, product) < 1e-5
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("name", GROUPED)
+def test_sums_of_experts_lie_anywhere_in_any_order(name, dtype):
+    """Last expert first, as in megatron's buffers, behind something else or each on its own."""
+    backend = _backend(name, OF_EXPERTS[0])
+    splits = OF_EXPERTS[0].sizes
+    rows = ExpertRows(splits, row_alignment(GPU), list(reversed(range(len(splits)))))
+    torch.manual_seed(0)
+    grad, x = (
+        quantize_grouped(torch.randn(sum(splits), n, device=GPU).bfloat16(), rows)[1]
+        for n in (OUT, IN)
+    )
+    products = [product.clone() for product in backend.grouped_wgrad(grad, x, torch.float32)]
+    buffer = torch.empty(64 + len(splits) * OUT * IN, device=GPU, dtype=dtype)
+    together = list(buffer[64:].view(len(splits), OUT, IN).unbind())
+    for totals in (together, [torch.empty_like(total) for total in together]):
+        for total, product in zip(totals, products, strict=True):
+            total.copy_(3 * product)
+        backend.grouped_wgrad(grad, x, dtype, totals)
+        for total, product in zip(totals, products, strict=True):
+            assert relative_error(total, 4 * product) < LIMITS[dtype]
 
 
-@pytest.mark.parametrize("name", ["scaled_mm", "triton"])
-def test_float32_results(name):
-    shape = SHAPES[1]
-    backend = _backend(name, shape, "fp32")
-    x, w, _ = _operands(shape, "fp32")
-    y = _exact(x.rowwise, False) @ _exact(w.rowwise, True).t()
-    assert relative_error(backend.fprop(x.rowwise, w.rowwise, torch.float32), y) < FLOAT32
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_nan_code_shows_in_its_row(name):
-    shape = GemmShape(256, 256, 256)
-    backend = _backend(name, shape, "fp32")
-    x, w, _ = _operands(shape, "fp32")
-    x.rowwise.codes.view(torch.uint8)[17, 5] = 0x7F
-    y = backend.fprop(x.rowwise, w.rowwise, torch.bfloat16)
-    assert y.isnan().all(1).nonzero().flatten().tolist() == [17]
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, GemmShape(300, OUT, IN)) for name in BACKENDS),
+        *((name, GroupedShape((100, 0, 200, 0, 0), OUT, IN)) for name in GROUPED),
+    ],
+    ids=str,
+)
+def test_a_nan_code_shows_in_its_row_alone(name, shape):
+    backend = _backend(name, shape)
+    a, b, _ = operands("fprop", shape, GPU)
+    grouped = isinstance(shape, GroupedShape)
+    expert = a.of(2) if grouped else a
+    expert.codes.view(torch.uint8)[17, 5] = 0x7F
+    y = (backend.grouped_fprop if grouped else backend.fprop)(a, b, torch.bfloat16)
+    assert y.isnan().all(1).nonzero().flatten().tolist() == [117 if grouped else 17]
     assert y.isnan().any(1).sum() == 1
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_scales_with_groups_innermost(name):
-    shape = GemmShape(256, 256, 512)
-    backend = _backend(name, shape, "fp32")
-    x, w, _ = _operands(shape, "fp32")
-    other = Quantized(x.rowwise.codes, x.rowwise.scale_inv.contiguous())
-    assert torch.equal(
-        backend.fprop(other, w.rowwise, torch.bfloat16),
-        backend.fprop(x.rowwise, w.rowwise, torch.bfloat16),
-    )
+    backend = _backend(name, ALONE[0])
+    a, b, _ = operands("fprop", ALONE[0], GPU)
+    other = Quantized(a.codes, a.scale_inv.contiguous())
+    y = backend.fprop(a, b, torch.bfloat16)
+    assert torch.equal(backend.fprop(other, b, torch.bfloat16), y)
 
 
 def test_the_table_names_a_backend_that_serves_this_gpu():

@@ -41,7 +41,6 @@ from megatron_fp8rl.integrations.megatron_lm import layer_spec
 from megatron_fp8rl.kv.cache import KVCacheInTraining
 from megatron_fp8rl.kv.observers import QKVObserver
 from megatron_fp8rl.layers import te_classes
-from megatron_fp8rl.layers.norms import normalize
 from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
 from support.attention import causal_attention, fake_quantized
 from support.fused_swiglu import compare_with_separate
@@ -166,9 +165,7 @@ def test_classes_parameters_and_state_stay_as_they_are(experts):
 
 
 @pytest.mark.parametrize(
-    ("experts", "fused"),
-    [(None, False), (None, True), (4, False)],
-    ids=["dense", "dense, SwiGLU fused", "experts"],
+    ("experts", "fused"), [(None, True), (4, False)], ids=["dense, SwiGLU fused", "experts"]
 )
 def test_gradients_are_near_those_of_transformer_engine(experts, fused):
     """Tokens visit the same experts both times: one that changes them moves whole gradients.
@@ -194,8 +191,9 @@ def test_gradients_are_near_those_of_transformer_engine(experts, fused):
     assert any(not torch.equal(fp8[name], bf16[name]) for name in fp8)
 
 
-@pytest.mark.parametrize("kind", ["column", "row", "layernorm"])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "bias"), [("column", False), ("row", True), ("layernorm", False), ("layernorm", True)]
+)
 def test_one_layer_against_transformer_engine(kind, bias):
     """y, dx, dw and the norm's gradient within what E4M3 operands cost, bias handed out alike."""
     classes = {
@@ -241,38 +239,14 @@ def test_one_layer_against_transformer_engine(kind, bias):
             layer(x)
 
 
-@pytest.mark.parametrize("length", [LENGTH, 77])
-def test_a_fused_mlp_gives_what_separate_operations_give(length, monkeypatch):
+def test_a_fused_mlp_gives_what_separate_operations_give(monkeypatch):
     gpt = _gpt(bias_activation_fusion=True)
     _convert(gpt)
     mlp = gpt.decoder.layers[0].mlp
     assert type(mlp) is Fp8SwigluMLP
     weights = [mlp.linear_fc1.weight, mlp.linear_fc1.layer_norm_weight, mlp.linear_fc2.weight]
-    x, grad = torch.randn(2, length, BATCH, 512, device="cuda", dtype=torch.bfloat16)
+    x, grad = torch.randn(2, 77, BATCH, 512, device="cuda", dtype=torch.bfloat16)
     compare_with_separate(mlp, x, grad, weights, monkeypatch)
-
-
-def test_the_norm_of_a_zero_centered_weight_is_transformer_engines():
-    """In BF16, where ``1 + weight`` would lose what is below 2^-8."""
-    layer: Any = te_extension.TELayerNormColumnParallelLinear(
-        512,
-        512,
-        config=_config(layernorm_zero_centered_gamma=True),
-        init_method=torch.nn.init.xavier_normal_,
-        bias=False,
-        skip_bias_add=False,
-        is_expert=False,
-        gather_output=False,
-    ).cuda()
-    with torch.no_grad():
-        layer.layer_norm_weight.normal_(std=2**-7)
-        layer.weight.copy_(torch.eye(512))  # the product hands out the norm
-    x = torch.randn(LENGTH, BATCH, 512, device="cuda", dtype=torch.bfloat16)
-    theirs, _ = layer(x)
-    ours = normalize(layer, x)
-    # Sums in another order flip a rounding here and there; a weight in BF16 flips a quarter.
-    assert (ours != theirs).float().mean() < 0.01
-    assert relative_error(ours.float(), theirs.float()) < 1e-3
 
 
 def _swap_alone(layer: Any, kind: str) -> None:

@@ -14,9 +14,9 @@ from vllm_fp8rl.engine.finite_weights import PlainValues
 MODEL = torch.nn.Linear(1, 1)
 
 
-@pytest.mark.parametrize("count", [1, 20])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize(
+    ("count", "value", "contiguous"), [(1, float("nan"), True), (20, float("-inf"), False)]
+)
 def test_the_bad_one_is_named_until_it_comes_again(
     count: int, value: float, contiguous: bool
 ) -> None:

@@ -13,10 +13,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 fused = pytest.importorskip("fp8rl.numerics.triton.activations")
 swiglu = pytest.importorskip("fp8rl.numerics.triton.swiglu")
-norm = pytest.importorskip("fp8rl.kernels.norm")
 
-SHAPES = [(1, 128), (7, 384), (33, 1024), (300, 4096), (1025, 5120)]
-SHAPES += [(33, width) for width in HALF_GROUPS]
+SHAPES = [(1, 128), (7, 384), (1025, 5120), *((33, width) for width in HALF_GROUPS)]
 FORMATS = ["fp32", "pow2"]
 
 
@@ -101,24 +99,6 @@ def test_silu_and_mul_alone_gives_the_same_codes(shape, form):
     once = (torch.nn.functional.silu(gate) * up).bfloat16()
     assert (y != once).float().mean() < 1e-3  # the last bit of exp
     assert swiglu.silu_and_mul(x[:0]).shape == (0, columns)
-
-
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_rms_norm(shape, form, add):
-    rows, columns = shape
-    x, residual = inputs(rows, columns), inputs(rows, columns, 1) if add else None
-    weight = 1 + 0.1 * inputs(2, columns, 2)[1] / 100
-    codes, scales, total = norm.rms_norm_quantize(x, residual, weight, 1e-6, form)
-    exact = x.double() + (residual.double() if residual is not None else 0)
-    if residual is None:
-        assert total is None
-    else:
-        assert torch.equal(total, (x.float() + residual.float()).bfloat16())
-    exact = exact.bfloat16().double()  # a trainer's norm reads the sum in BF16
-    normed = exact * torch.rsqrt(exact.pow(2).mean(1, keepdim=True) + 1e-6)
-    near(codes, scales, (normed * weight.double()).bfloat16(), form)
 
 
 def test_no_rows_at_all():

@@ -11,7 +11,7 @@ import torch
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape, ReferenceBackend
-from fp8rl.numerics import Quantized, quantize_block, quantize_group, reference
+from fp8rl.numerics import Quantized, quantize_block, quantize_group
 from fp8rl.recipe import ActivationFormat
 
 if not torch.cuda.is_available():
@@ -26,8 +26,8 @@ from support.tiny import make_checkpoint
 
 BACKENDS = ("deep_gemm", "cutlass", "triton")
 # Rows that no tile divides; output features that only Triton takes, or DeepGEMM and Triton.
-SHAPES = [(1, 512, 256), (7, 256, 384), (300, 1024, 512), (33, 192, 256), (5, 72, 128)]
-SHAPES += [(33, 960, 576), (7, 576, 192), (5, 128, 64)]  # the last group of inputs is filled
+SHAPES = [(1, 512, 256), (300, 1024, 512), (33, 192, 256), (5, 72, 128)]
+SHAPES += [(33, 960, 576), (5, 128, 64)]  # the last group of inputs is filled
 
 
 @pytest.fixture(scope="module")
@@ -82,17 +82,6 @@ def test_equals_the_reference(backend, shape, scale_format, delegated, engine_co
         assert torch.equal(before.view(torch.uint8), after.cpu().view(torch.uint8))
 
 
-def test_scale_format_of_activations_matters(delegated):
-    """The other format is further away than the tolerance above."""
-    x, weight = tensors(64, 256, 512)
-    a, b = (
-        reference.dequantize_group(*quantize_group(x, scale_format=f), 128, torch.float32)
-        for f in ("fp32", "pow2")
-    )
-    w = reference.dequantize_block(*weight, (128, 128), torch.float32)
-    assert ((a - b) @ w.t()).norm() / (a @ w.t()).norm() > 2e-2
-
-
 def test_the_fastest_that_fits_is_chosen(delegated):
     def chosen(n: int, dtype: torch.dtype = torch.bfloat16) -> str:
         return delegated.delegate(GemmShape(0, n, 256), Recipe(), dtype).backend
@@ -101,8 +90,9 @@ def test_the_fastest_that_fits_is_chosen(delegated):
     assert chosen(512, torch.float16) == "cutlass"
 
 
-@pytest.mark.parametrize("neox", [True, False])
-@pytest.mark.parametrize("parameters", [{}, {"partial_rotary_factor": 0.5}])
+@pytest.mark.parametrize(
+    ("parameters", "neox"), [({}, True), ({"partial_rotary_factor": 0.5}, False)]
+)
 def test_rotation_in_float32(engine_config, parameters, neox):
     """vLLM's kernel with a float32 table, and Inductor's, are the formula of the CPU tests."""
     from vllm.model_executor.layers.rotary_embedding import get_rope

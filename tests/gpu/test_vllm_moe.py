@@ -166,7 +166,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (actual - expected).norm(dim=1) / expected.norm(dim=1)
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 300, 500])  # from 384 on "auto" takes DeepGEMM
+@pytest.mark.parametrize("tokens", [7, 500])  # from 384 on "auto" takes DeepGEMM
 @pytest.mark.parametrize("backend", ["auto", "triton", "deep_gemm"])
 def test_kernels_equal_float64_on_the_same_operands(delegated, experts, backend, tokens) -> None:
     layer = experts.layer

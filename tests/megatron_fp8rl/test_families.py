@@ -108,12 +108,11 @@ OFTEN: dict[str, Any] = {
 """Keys that some family has, for models of others, and that tools leave behind."""
 ASIDE = ("model_type", "transformers_version", "dtype", "return_dict", "id2label")
 """The family itself, and keys that are not the model's."""
-EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 SIZES: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": None},
-    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, **EXPERTS},
     "deepseek_v3": {
-        **EXPERTS,
+        "moe_intermediate_size": 32,
+        "num_experts_per_tok": 2,
         "num_key_value_heads": 4,
         "kv_lora_rank": 32,
         "q_lora_rank": 32,
@@ -141,10 +140,7 @@ def _other(value: Any) -> Any:
     return 8 if value is None else value
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [kind if kind == "mistral" else pytest.param(kind, marks=pytest.mark.slow) for kind in SIZES],
-)
+@pytest.mark.parametrize("kind", ["mistral", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_every_key_of_a_config_counts_or_is_refused_by_its_name(
     mcore: Any, kind: str, tmp_path: Path
 ) -> None:
@@ -209,9 +205,8 @@ def test_every_key_of_a_config_counts_or_is_refused_by_its_name(
     assert {"is_llama_config", "transformers.js_config", "unsloth_fixed"} <= served
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "minimax_m2", "gemma3_text", "granite", "arcee"])
+@pytest.mark.parametrize("kind", ["minimax_m2", "gemma3_text"])
 def test_families_without_a_builder(mcore: Any, kind: str) -> None:
-    message = "has no builder"
     assert any(kind in family.model_types for family in FAMILIES)
-    with pytest.raises(UnsupportedError, match=message):
+    with pytest.raises(UnsupportedError, match="has no builder"):
         build_gpt(AutoConfig.for_model(kind))

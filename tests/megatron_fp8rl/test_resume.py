@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from support.numeric import same_codes
 pytestmark = pytest.mark.usefixtures("mcore")
 
 CONFIGS = {"dense": dense(initializer_range=0.05), "experts": moe(3, initializer_range=0.05)}
-each_model = pytest.mark.parametrize("kind", CONFIGS)
 
 
 def _loss(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:
@@ -64,40 +62,20 @@ class Run(Trainer):
 # ---- checkpoints
 
 
-@each_model
 @pytest.mark.parametrize("saved_with", [True, False], ids=["from fp8", "from bf16"])
-def test_state_dicts_load_with_and_without_the_plugin(kind, saved_with):
-    source, target = (build_gpt(CONFIGS[kind], seed=seed) for seed in (1, 2))
+def test_state_dicts_load_with_and_without_the_plugin(saved_with):
+    source, target = (build_gpt(CONFIGS["experts"], seed=seed) for seed in (1, 2))
     expected = _loss(source)
+    keys = list(source.state_dict())
     convert_alone(source if saved_with else target)
     saved = source.state_dict()
-    assert list(saved) == list(build_gpt(CONFIGS[kind]).state_dict())
+    assert list(saved) == keys
     target.load_state_dict(saved)
-    assert all(
-        torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True)
-    )
-    plain = target if saved_with else source
-    assert torch.equal(_loss(plain), expected)
+    assert all(map(torch.equal, source.parameters(), target.parameters()))
+    assert torch.equal(_loss(target if saved_with else source), expected)
 
 
-@pytest.mark.parametrize(("kind", "saved_with"), [("experts", True), ("dense", False)])
-def test_distributed_checkpoints_load_with_and_without_the_plugin(kind, saved_with, tmp_path):
-    """Model, float32 masters and Adam's moments, in megatron's own format."""
-    source = Run(fp8=saved_with, seed=1, kind=kind)
-    source.step(0)
-    source.save(tmp_path)
-    target = Run(fp8=not saved_with, seed=2, kind=kind)
-    target.load(tmp_path)
-    for a, b in zip(source.gpt.parameters(), target.gpt.parameters(), strict=True):
-        assert torch.equal(a, b)
-    # The saved run itself, changed over to the other precision, is the truth.
-    if source.conversion is not None:
-        source.conversion.close()
-    else:
-        convert_alone(source.ddp)
-    assert target.step(1) == source.step(1)
-
-
+@pytest.mark.slow  # megatron starts a process for the first checkpoint
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     straight = Run(fp8=True, seed=1)
     first = [straight.step(i) for i in range(2)]
@@ -119,21 +97,17 @@ def test_a_table_that_cannot_be_written_is_an_error(tmp_path):
 # ---- offload
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("keep", [False, True], ids=["default", "kept"])
 @pytest.mark.parametrize("moment", ["eval", "train", "another dtype", "drop_codes"])
-def test_weights_that_change_while_they_are_offloaded(moment, keep, kind):
+def test_weights_that_change_while_they_are_offloaded(moment):
     """Written through ``.data`` at the same address: nothing on the parameter tells, and old codes
     would be used but for the moment at which a framework does it."""
-    gpt, other = (build_gpt(CONFIGS[kind], seed=seed) for seed in (1, 2))
+    gpt, other = (build_gpt(CONFIGS["experts"], seed=seed) for seed in (1, 2))
     conversion = convert_alone(gpt)
     convert_alone(other)
-    with conversion.keeping_codes() if keep else nullcontext():
-        _loss(gpt), _loss(other)
-        traces = [(p.data_ptr(), p._version) for p in gpt.parameters()]
+    with conversion.keeping_codes():
+        _loss(gpt)
         for mine, theirs in zip(gpt.parameters(), other.parameters(), strict=True):
             mine.data.copy_(theirs.data)
-        assert traces == [(p.data_ptr(), p._version) for p in gpt.parameters()]
         if moment == "eval":
             gpt.eval()
         elif moment == "train":
@@ -176,8 +150,7 @@ class _SeenAsOnCuda(TorchFunctionMode):
 class OffloadedRun(Run):
     """With the states of Adam, and Adam itself, on the CPU (``--optimizer-cpu-offload``)."""
 
-    def __init__(self, fraction: float) -> None:
-        self._fraction = fraction
+    def __init__(self) -> None:
         self._elsewhere = _SeenAsOnCuda()
         super().__init__(fp8=True, seed=1, distributed=True)
 
@@ -186,7 +159,7 @@ class OffloadedRun(Run):
             return super().make_optimizer(
                 use_precision_aware_optimizer=True,  # megatron's arguments ask for it
                 optimizer_cpu_offload=True,
-                optimizer_offload_fraction=self._fraction,
+                optimizer_offload_fraction=0.5,
                 overlap_cpu_optimizer_d2h_h2d=True,
                 pin_cpu_grads=False,
                 **options,
@@ -197,17 +170,14 @@ class OffloadedRun(Run):
             return super().update()
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_steps_of_an_offloaded_optimizer_reach_the_codes(fraction, keep, monkeypatch):
+def test_steps_of_an_offloaded_optimizer_reach_the_codes(monkeypatch):
     """Naively codes follow address or ``_version``, which Adam of the CPU does not change."""
     # Without TransformerEngine megatron-core cannot compare its version, for an option of its own.
     monkeypatch.setattr(optimizer_config, "is_te_min_version", lambda *args, **kwargs: False)
-    run = OffloadedRun(fraction)
+    run = OffloadedRun()
     (hybrid,) = [each.optimizer for each in run.optimizer.chained_optimizers]
     assert isinstance(hybrid, HybridDeviceOptimizer)
     assert len(hybrid.gpu_params_map_cpu_copy) == len(hybrid.cpu_optimizers) > 0
-    assert (hybrid.gpu_optimizer is None) == (fraction == 1.0)
     modules: dict[str, Any] = dict(run.conversion.modules)
 
     def trace() -> list[tuple[int, int]]:
@@ -215,8 +185,8 @@ def test_steps_of_an_offloaded_optimizer_reach_the_codes(fraction, keep, monkeyp
 
     naive = {name: quantize_block(module.weight.detach()) for name, module in modules.items()}
     before, losses = trace(), []
-    with run.conversion.keeping_codes() if keep else nullcontext():
-        for _ in range(4):
+    with run.conversion.keeping_codes():
+        for _ in range(3):
             losses.append(run.step(0)[0])
             assert trace() == before
             _loss(run.ddp)  # the forward after the step makes the codes
@@ -231,8 +201,7 @@ def test_steps_of_an_offloaded_optimizer_reach_the_codes(fraction, keep, monkeyp
 # ---- memory
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["none kept", "kept"])
-def test_what_fp8_takes_of_memory_beside_the_weights(keep):
+def test_what_fp8_takes_of_memory_beside_the_weights():
     """The naive way (BF16 weight, codes, their transpose, BF16 inputs) takes more than BF16."""
     runs = {fp8: Run(fp8=fp8, seed=1) for fp8 in (0, 1)}
     saved: dict[int, int] = {}
@@ -242,7 +211,7 @@ def test_what_fp8_takes_of_memory_beside_the_weights(keep):
         found = [t for side in kept(module) for t in side]
         return sum({t.untyped_storage().data_ptr(): t.nbytes for t in found}.values())
 
-    with runs[1].conversion.keeping_codes() if keep else nullcontext():
+    with runs[1].conversion.keeping_codes():
         for fp8, run in runs.items():
             weights = {p.data_ptr() for p in run.gpt.parameters()}
             seen: dict[int, int] = {}
@@ -262,4 +231,4 @@ def test_what_fp8_takes_of_memory_beside_the_weights(keep):
     # Inputs of the four linears of each layer, 64 tokens.
     inputs = sum(64 * module.weight.shape[1] for module in modules)
     assert saved[0] - saved[1] >= 0.4 * 2 * inputs, saved
-    assert beside == pytest.approx(0.5 if keep else 0.0, rel=0.02)  # codes are half of BF16
+    assert beside == pytest.approx(0.5, rel=0.02)  # codes are half of BF16

@@ -49,81 +49,26 @@ def _record(gpt: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return found, RouterReplay.get_recorded_data()
 
 
-def _gradients(gpt: Any) -> dict[str, torch.Tensor]:
-    gpt.zero_grad()
-    losses(gpt, tokens()).mean().backward()
-    return {name: p.grad.clone() for name, p in gpt.named_parameters() if p.grad is not None}
-
-
-def test_own_routes_replayed_change_no_bit():
-    gpt = _build()
-    convert_alone(gpt)
-    expected, routes = _record(gpt)
-    RouterReplay.clear_global_router_replay_action()
-    gradients = _gradients(gpt)
-    _replay(routes)
-    assert torch.equal(losses(gpt, tokens()), expected)
-    again = _gradients(gpt)
-    assert gradients.keys() == again.keys()
-    assert all(torch.equal(again[name], g) for name, g in gradients.items())
-
-
 def test_fp8_experts_get_the_tokens_of_the_replayed_routes():
     gpt = _build()
     conversion = convert_alone(gpt)
-    rows = {row.name: row for row in conversion.policy.report()}
-    assert rows["model.layers.1.mlp.gate"].reason == "always: router"
     own, _ = _record(gpt)
     seen: dict[tuple[int, int], int] = {}
-    handles = []
     for layer, block in enumerate(gpt.decoder.layers):
         assert block.mlp.router.weight.dtype == torch.bfloat16
         for expert, mlp in enumerate(block.mlp.experts.local_experts):
             assert mlp.linear_fc1 in conversion.modules.values()
-
-            def count(module, args, key=(layer, expert)):
-                seen[key] = len(args[0])
-
-            handles.append(mlp.linear_fc1.register_forward_pre_hook(count))
+            mlp.linear_fc1.register_forward_pre_hook(
+                lambda module, args, key=(layer, expert): seen.update({key: len(args[0])})
+            )
     routes = _routes()
     _replay(routes)
     replayed = losses(gpt, tokens())
-    for handle in handles:
-        handle.remove()
-    for layer, chosen in enumerate(routes):
-        for expert in range(EXPERTS):
-            assert seen.get((layer, expert), 0) == int((chosen == expert).sum())
     assert not torch.equal(replayed, own)
-    replayed.mean().backward()
     for layer, chosen in enumerate(routes):
-        gradient = gpt.decoder.layers[layer].mlp.router.weight.grad
-        assert gradient is not None and gradient.abs().sum() > 0
-        assert chosen.unique().numel() == EXPERTS
-
-
-@pytest.mark.parametrize("dtype", [None, "fp32", "fp64"])
-def test_replayed_experts_are_weighted_by_the_trainers_router(dtype: str | None):
-    """Replay changes which experts run; their weights are a softmax of the trainer's logits."""
-    gpt = _build(moe_router_dtype=dtype)
-    convert_alone(gpt)
-    routes = _routes()
-    _replay(routes)
-    found: list[tuple[torch.Tensor, ...]] = []
-    for block in gpt.decoder.layers:
-        block.mlp.router.register_forward_hook(
-            lambda router, args, output: found.append((args[0], router.weight, *output))
-        )
-    with torch.no_grad():
-        losses(gpt, tokens())
-    assert len(found) == LAYERS
-    precise = torch.float64 if dtype == "fp64" else torch.float32
-    for chosen, (x, weight, probabilities, mapped) in zip(routes, found, strict=True):
-        wanted = torch.zeros_like(mapped).scatter(1, chosen, True)
-        assert torch.equal(mapped, wanted)
-        logits = x.flatten(0, 1).to(precise) @ weight.to(precise).T
-        expected = logits.masked_fill(~wanted, -torch.inf).softmax(-1)
-        tolerance = 1e-2 if dtype is None else 1e-5
-        torch.testing.assert_close(probabilities.to(precise), expected, rtol=0, atol=tolerance)
+        assert [seen[layer, e] for e in range(EXPERTS)] == chosen.flatten().bincount().tolist()
+    replayed.mean().backward()
+    assert all(block.mlp.router.weight.grad.any() for block in gpt.decoder.layers)
 
 
 def test_metrics_are_those_of_a_count_by_hand():
@@ -192,19 +137,20 @@ def test_recomputed_activations_replay_too_and_are_counted_once():
     assert all(torch.equal(gradients[1][name], g) for name, g in gradients[0].items())
 
 
-def test_routers_that_would_ignore_the_routes_are_refused():
-    for options, match in (
-        ({"moe_router_fusion": True}, "moe_router_fusion=True: the fused kernel chooses"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn': it chooses the experts"),
-    ):
-        gpt = _build()
-        for name, value in options.items():
-            setattr(gpt.config, name, value)
-        with pytest.raises(UnsupportedError, match=match):
-            convert_alone(gpt)
-        with pytest.raises(UnsupportedError, match=match):
-            ReplayedRoutes(gpt)
-        gpt.config.moe_enable_routing_replay = False
-        convert_alone(gpt).close()
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("moe_router_fusion", True, "moe_router_fusion=True: the fused kernel chooses"),
+        ("moe_router_load_balancing_type", "sinkhorn", "'sinkhorn': it chooses the experts"),
+    ],
+)
+def test_routers_that_would_ignore_the_routes_are_refused(name, value, message):
+    gpt = _build()
+    setattr(gpt.config, name, value)
+    for refused in (convert_alone, ReplayedRoutes):
+        with pytest.raises(UnsupportedError, match=message):
+            refused(gpt)
+    gpt.config.moe_enable_routing_replay = False
+    convert_alone(gpt)
     with pytest.raises(UnsupportedError, match="build it with moe_enable_routing_replay=True"):
-        ReplayedRoutes(build_gpt(CONFIG))
+        ReplayedRoutes(gpt)

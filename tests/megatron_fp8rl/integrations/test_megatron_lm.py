@@ -22,7 +22,7 @@ from fp8rl import Recipe
 from fp8rl.errors import PinError, RecipeError, UnsupportedError
 from megatron_fp8rl import conversion_of, convert
 from megatron_fp8rl.export import export_hf, load_hf
-from megatron_fp8rl.integrations import megatron_lm
+from megatron_fp8rl.integrations import bridge, megatron_lm
 from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.precision_file import FILE_NAME
 from megatron_fp8rl.testing.models import build_gpt
@@ -60,8 +60,9 @@ def _loss(model: torch.nn.Module) -> torch.Tensor:
     return losses(model, ids).float().mean()
 
 
-@pytest.mark.parametrize("hf_config", [DENSE, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("door", ["symbol", "callable"])
+@pytest.mark.parametrize(
+    ("hf_config", "door"), [(DENSE, "symbol"), (EXPERTS, "callable")], ids=["symbol", "callable"]
+)
 def test_a_model_of_the_spec_is_a_converted_model(hf_config, door, recipe, capsys):
     plain = build_gpt(hf_config)
     spec = _symbol() if door == "symbol" else megatron_lm.layer_spec(plain.config)
@@ -149,15 +150,10 @@ def test_a_callable_spec_wraps_what_bridge_would_take(recipe):
     tables: list[str] = []
     config = build_gpt(DENSE).config
     for base in (plain, staged, plain(config), staged(config)):
-        spec = megatron_lm.fp8_layer_spec(base, recipe, tables.append)(config)
-        model = _build(DENSE, spec)
-        assert set(conversion_of(model).modules) == DENSE_FP8
-        assert all(type(x) is megatron_lm.Fp8TransformerLayer for x in model.decoder.layers)
+        spec = megatron_lm.fp8_layer_spec(base, recipe, tables.append)
+        for _ in range(2):  # a policy and its reference: one table
+            assert set(conversion_of(_build(DENSE, spec(config))).modules) == DENSE_FP8
     assert len(tables) == 4
-    again = megatron_lm.fp8_layer_spec(plain, recipe, tables.append)
-    for _ in range(2):  # a policy and its reference
-        _build(DENSE, again(config))
-    assert len(tables) == 5
 
 
 def test_models_of_one_spec_and_one_config_are_apart():
@@ -186,33 +182,28 @@ def test_models_of_one_spec_and_one_config_are_apart():
         conversion_of(build_gpt(DENSE))
 
 
-def test_what_the_doors_refuse(monkeypatch, recipe):
-    class Other(TransformerLayer):
-        pass
+@pytest.mark.parametrize(
+    ("recipe_of_the_user", "error", "message"),
+    [
+        ('{"pins": {"layers": [9]}}', PinError, "9 matches nothing"),
+        ('{"exact": true}', UnsupportedError, r"exact is served by convert\(model, recipe\)"),
+        ('{"pin": {}}', RecipeError, "unknown key"),
+        ('{"training": false}', UnsupportedError, "No module of this model was converted"),
+    ],
+)
+def test_recipes_that_the_symbol_refuses(monkeypatch, recipe_of_the_user, error, message):
+    monkeypatch.setenv("FP8RL_RECIPE", recipe_of_the_user)
+    with pytest.raises(error, match=message):
+        conversion_of(_build(DENSE, _symbol()))
 
+
+def test_other_layers_engines_and_a_missing_bridge_are_named(monkeypatch):
     spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
-    spec.module = Other
+    spec.module = type("Other", (TransformerLayer,), {})
     with pytest.raises(UnsupportedError, match="builds Other"):
         megatron_lm.fp8_layer_spec(spec)(None)
     with pytest.raises(UnsupportedError, match="transformer_impl='transformer_engine'"):
         build_gpt(DENSE, transformer_layer_spec=_symbol(), transformer_impl="transformer_engine")
-    monkeypatch.setenv("FP8RL_RECIPE", '{"pins": {"layers": [9]}}')
-    with pytest.raises(PinError, match="9 matches nothing"):
-        _build(DENSE, _symbol())
-    monkeypatch.setenv("FP8RL_RECIPE", '{"exact": true}')
-    with pytest.raises(UnsupportedError, match=r"exact is served by convert\(model, recipe\)"):
-        _build(DENSE, _symbol())
-    monkeypatch.setenv("FP8RL_RECIPE", '{"pin": {}}')
-    with pytest.raises(RecipeError, match="unknown key"):
-        _build(DENSE, _symbol())
-    monkeypatch.setenv("FP8RL_RECIPE", '{"training": false}')
-    with pytest.raises(UnsupportedError, match="No module"):
-        conversion_of(_build(DENSE, _symbol()))
-
-
-def test_bridge_is_named_where_it_is_missing(monkeypatch):
-    from megatron_fp8rl.integrations import bridge
-
     for name in ("megatron.bridge", "megatron.bridge.models.conversion.param_mapping"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UnsupportedError, match="Megatron-Bridge cannot be imported"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -66,7 +65,7 @@ def _each(
     return torch.cat(outputs)
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(0, 140), min_size=1, max_size=4),
     st.sampled_from(["none", "ddp", "apex", "some"]),
@@ -124,13 +123,6 @@ def test_each_expert_has_groups_of_its_own_tokens():
         assert not torch.allclose(weight.grad.double(), wrong, rtol=1e-4, atol=1e-4)
 
 
-def test_splits_must_add_up():
-    state, weights = _state(2), _weights(2, "none")
-    for splits in ((3, 3), (5,)):
-        with pytest.raises(UnsupportedError, match=r"'experts\.x' got 5 tokens in"):
-            grouped_linear(torch.randn(5, IN), splits, weights, None, state, fusion=False)
-
-
 def test_experts_of_one_module_share_the_memory_of_what_autograd_wants():
     weights = _weights(3, "ddp")
     x = torch.randn(30, IN).bfloat16()
@@ -147,8 +139,7 @@ def test_fusion_needs_main_grads_before_anything_is_added():
     assert torch.equal(weights[0].main_grad, torch.ones(OUT, IN).bfloat16())
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_change_of_one_expert_is_seen(keep):
+def test_a_change_of_one_expert_is_seen_while_codes_are_kept():
     state, weights = _state(2), _weights(2, "none")
     x = torch.randn(9, IN).bfloat16()
 
@@ -156,19 +147,16 @@ def test_a_change_of_one_expert_is_seen(keep):
         with torch.no_grad():
             return grouped_linear(x, (4, 5), weights, None, state, fusion=False)
 
-    with KeepingCodes([state.codes._epoch]) if keep else nullcontext():
+    with KeepingCodes([state.codes._epoch]):
         before = run()
-        assert torch.equal(run(), before)
         codes = state.codes.rowwise(*weights).codes
         assert codes.shape == (2, OUT, IN)
         again = state.codes.rowwise(*weights).codes
-        assert (again.data_ptr() == codes.data_ptr()) == keep
+        assert again.data_ptr() == codes.data_ptr()
         with torch.no_grad():
             weights[1].mul_(3)
         after = run()
         assert torch.equal(after[:4], before[:4]) and not torch.equal(after[4:], before[4:])
-        state.codes.drop()
-        assert torch.equal(run(), after)
 
 
 def test_a_backend_of_a_plugin_gets_all_experts_in_one_call():
@@ -183,32 +171,25 @@ def test_a_backend_of_a_plugin_gets_all_experts_in_one_call():
     assert grouped == ["grouped_fprop", "grouped_dgrad", "grouped_wgrad"]
 
 
-def test_a_backend_that_returns_padded_rows_is_refused():
-    class Padded(ReferenceBackend):
-        name = "padded"
+class Padded(ReferenceBackend):
+    name = "padded"
 
-        def grouped_fprop(self, x, w, dtype):
-            return torch.nn.functional.pad(super().grouped_fprop(x, w, dtype), (0, 0, 0, 98))
-
-    state, _ = fp8_states(2, plain_layout("x", OUT), BackendChoice({"padded": Padded()}, ["fp32"]))
-    with pytest.raises(UnsupportedError, match="'padded' returned 128 rows for the 30 tokens"):
-        grouped_linear(
-            torch.randn(30, IN).bfloat16(), (10, 20), _weights(2, "none"), None, state, fusion=False
-        )
+    def grouped_fprop(self, x, w, dtype):
+        return torch.nn.functional.pad(super().grouped_fprop(x, w, dtype), (0, 0, 0, 98))
 
 
-@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
-def test_an_overflow_stays_with_its_token_and_its_expert(value):
-    weights, splits = _weights(2, "none", dtype=torch.float32), (4, 5)
-    x, grad = torch.randn(9, IN), torch.randn(9, OUT)
-    x[2, 7] = float(value)  # an activation of the first expert
-    grad[6, 3] = float(value)  # a gradient of the second
-    x.requires_grad_()
-    y = grouped_linear(x, splits, weights, None, _state(2), fusion=False)
-    y.backward(grad)
-    assert y.isnan().all(1).nonzero().flatten().tolist() == [2]
-    assert y.isnan().any(1).sum() == 1
-    assert x.grad.isnan().all(1).nonzero().flatten().tolist() == [6]
-    assert x.grad.isnan().any(1).sum() == 1
-    assert weights[0].grad.isnan().all(0).nonzero().flatten().tolist() == [7]
-    assert weights[1].grad.isnan().all(1).nonzero().flatten().tolist() == [3]
+PADDED = BackendChoice({"padded": Padded()}, ["fp32"])
+
+
+@pytest.mark.parametrize(
+    ("splits", "backends", "message"),
+    [
+        ((30, 30), None, r"'experts\.x' got 30 tokens in"),
+        ((30,), None, r"'experts\.x' got 30 tokens in"),
+        ((10, 20), PADDED, "'padded' returned 128 rows for the 30 tokens"),
+    ],
+)
+def test_refused(splits, backends, message):
+    state, _ = fp8_states(2, plain_layout("x", OUT), backends)
+    with pytest.raises(UnsupportedError, match=message):
+        grouped_linear(torch.randn(30, IN), splits, _weights(2, "none"), None, state, fusion=False)

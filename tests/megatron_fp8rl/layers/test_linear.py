@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import BackendChoice, ReferenceBackend
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
-from fp8rl.training.layout import RowLayout, plain_layout, qkv_layout
+from fp8rl.training.layout import RowLayout, gate_up_layout, plain_layout, qkv_layout
 from fp8rl.training.linear import Fp8State
 from fp8rl.training.weight_codes import WeightCodes, WeightEpoch
 from megatron_fp8rl.layers.linear import FP8_CLASSES
@@ -21,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("mcore")
 
 FLOAT32 = 1e-6  # relative error of float32 accumulation over a few hundred terms
 BFLOAT16 = 2**-8
-FORMATS = ("fp32", "pow2")
 
 
 def _build(
@@ -66,35 +67,22 @@ def _build(
     return module
 
 
-def _groups(x: torch.Tensor, scale_format: str) -> torch.Tensor:
-    return dequantize_group(*quantize_group(x, scale_format=scale_format)).double()
-
-
-def _expected(module, x, grad, scale_format):
-    """(y, dx, dw) in float64 from operands quantized here."""
-    return [a @ b.t() for a, b in _operands(module, x, grad, scale_format)]
-
-
-def _operands(module, x, grad, scale_format):
+def _operands(module, x, grad, scale_format="fp32"):
     """The two factors of each product, in float64, ``a @ b.t()``."""
+
+    def groups(t: torch.Tensor) -> torch.Tensor:
+        return dequantize_group(*quantize_group(t, scale_format=scale_format)).double()
+
     layout: RowLayout = module.fp8_state.codes.layout
     x, grad = x.detach().flatten(0, -2), grad.flatten(0, -2)
     w_hf = dequantize_block(
         *quantize_block(layout.to_hf(module.weight.detach()), scale_format=scale_format)
     ).double()
     return [
-        (_groups(x, scale_format), layout.from_hf(w_hf)),
-        (_groups(layout.to_hf(grad, -1), scale_format), w_hf.t()),
-        (_groups(grad.t(), scale_format), _groups(x.t(), scale_format)),
+        (groups(x), layout.from_hf(w_hf)),
+        (groups(layout.to_hf(grad, -1)), w_hf.t()),
+        (groups(grad.t()), groups(x.t())),
     ]
-
-
-def _assert_close(got, module, x, grad, scale_format):
-    """Within float32 accumulation, measured against the sum of magnitudes: sums may cancel."""
-    for actual, (a, b) in zip(got, _operands(module, x, grad, scale_format), strict=True):
-        assert actual.shape == (len(a), len(b))
-        error = (actual.double() - a @ b.t()).norm()
-        assert error <= FLOAT32 * (a.abs() @ b.abs().t()).norm()
 
 
 def _run(module, x, grad):
@@ -104,42 +92,32 @@ def _run(module, x, grad):
     return y.detach().flatten(0, -2), x.grad.flatten(0, -2), module.weight.grad
 
 
+# Heads that share a block, and parts of which each begins with one.
+MIXED = [qkv_layout(4, 2, 40), qkv_layout(4, 2, 64), gate_up_layout(192, apart=True)]
+
+
 @given(
     tokens=st.tuples(st.integers(0, 90), st.integers(1, 3)),
     in_features=st.integers(1, 300),
-    out_features=st.integers(1, 300),
+    layout=st.one_of(st.integers(1, 300).map(partial(plain_layout, "w")), st.sampled_from(MIXED)),
     kind=st.sampled_from(["column", "row"]),
-    scale_format=st.sampled_from(FORMATS),
-    seed=st.integers(0, 99),
+    scale_format=st.sampled_from(["fp32", "pow2"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-@settings(max_examples=25)
-def test_every_direction_with_ragged_sizes(
-    tokens, in_features, out_features, kind, scale_format, seed
-):
-    torch.manual_seed(seed)
-    module = _build(kind, in_features, plain_layout("w", out_features), scale_format=scale_format)
-    x, grad = torch.randn(*tokens, in_features), torch.randn(*tokens, out_features)
-    _assert_close(_run(module, x, grad), module, x, grad, scale_format)
-
-
-@pytest.mark.parametrize("head_dim", [40, 64, 128])
-@pytest.mark.parametrize("scale_format", FORMATS)
-def test_interleaved_rows(head_dim, scale_format):
-    layout = qkv_layout(4, 2, head_dim)
-    module = _build("column", 200, layout, scale_format=scale_format)
-    x, grad = torch.randn(37, 2, 200), torch.randn(37, 2, layout.rows)
-    _assert_close(_run(module, x, grad), module, x, grad, scale_format)
-
-
-def test_bfloat16_results_are_the_exact_ones_rounded():
-    module = _build("column", 256, plain_layout("w", 384), dtype=torch.bfloat16)
-    x = torch.randn(64, 2, 256, dtype=torch.bfloat16)
-    grad = torch.randn(64, 2, 384, dtype=torch.bfloat16)
-    for got, expected in zip(
-        _run(module, x, grad), _expected(module, x, grad, "fp32"), strict=True
-    ):
-        assert got.dtype == torch.bfloat16
-        assert relative_error(got, expected) < BFLOAT16
+@settings(max_examples=30)
+def test_every_direction(tokens, in_features, layout, kind, scale_format, dtype):
+    """Within float32 accumulation, measured against the sum of magnitudes: sums may cancel."""
+    torch.manual_seed(0)
+    module = _build(kind, in_features, layout, scale_format=scale_format, dtype=dtype)
+    x = torch.randn(*tokens, in_features, dtype=dtype)
+    grad = torch.randn(*tokens, layout.rows, dtype=dtype)
+    rounding = 0.0 if dtype == torch.float32 else BFLOAT16
+    operands = _operands(module, x, grad, scale_format)
+    for actual, (a, b) in zip(_run(module, x, grad), operands, strict=True):
+        assert actual.shape == (len(a), len(b)) and actual.dtype == dtype
+        exact, magnitudes = a @ b.t(), a.abs() @ b.abs().t()
+        error = (actual.double() - exact).norm()
+        assert error <= rounding * exact.norm() + FLOAT32 * magnitudes.norm()
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
@@ -158,7 +136,7 @@ def test_near_the_upstream_layer_with_bias_and_any_strides(kind):
     torch.testing.assert_close(ours.bias.grad, theirs.bias.grad)
 
 
-@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+@pytest.mark.parametrize("value", ["inf", "nan"])
 def test_an_overflow_shows_in_its_token_and_in_the_gradient(value):
     module = _build("column", 256, plain_layout("w", 64))
     x = torch.randn(6, 1, 256)
@@ -184,13 +162,13 @@ def test_only_the_gradients_asked_for_are_computed():
     assert own.calls == ["fprop", "dgrad"]
 
 
-@pytest.mark.parametrize("hooked", [True, False])
-@pytest.mark.parametrize("zero_out", [True, False])
+@pytest.mark.parametrize(("hooked", "zero_out"), [(True, True), (True, False), (False, False)])
 def test_gradient_accumulation_fusion_contract(hooked, zero_out):
     module = _build("column", 96, plain_layout("w", 160), dtype=torch.bfloat16)
     x = torch.randn(40, 1, 96, dtype=torch.bfloat16)
     grad = torch.randn(40, 1, 160, dtype=torch.bfloat16)
-    _, _, expected = _expected(module, x, grad, "fp32")
+    a, b = _operands(module, x, grad)[2]
+    expected = a @ b.t()
     module.gradient_accumulation_fusion = True
     module.weight.main_grad = torch.ones(160, 96)
     if hooked:  # megatron's DistributedDataParallel sets it
@@ -208,13 +186,6 @@ def test_gradient_accumulation_fusion_contract(hooked, zero_out):
     assert module.weight.grad.shape == module.weight.shape
     if zero_out:
         assert torch.equal(module.weight.grad, torch.zeros_like(module.weight))
-
-
-def test_fusion_without_a_main_grad_is_an_error():
-    module = _build("column", 32, plain_layout("w", 32))
-    module.gradient_accumulation_fusion = True
-    with pytest.raises(UnsupportedError, match=r"model\.layers\.0\.x.*main_grad"):
-        module(torch.randn(4, 1, 32))[0].sum().backward()
 
 
 @pytest.mark.parametrize("mode", ["sequence_parallel", "allreduce_dgrad"])
@@ -238,12 +209,15 @@ def test_options_that_are_not_served_are_refused():
     x = torch.randn(2, 1, 32)
     impl, weight = module._forward_impl, module.weight
     assert impl(x, weight, gtp_remat_size=1, output_dtype=None).shape == (2, 1, 32)
-    with pytest.raises(UnsupportedError, match="output_dtype"):
-        impl(x, weight, output_dtype=torch.float32)
-    with pytest.raises(UnsupportedError, match="defer_embedding_wgrad_compute"):
-        impl(x, weight, grad_output_buffer=[])
-    with pytest.raises(UnsupportedError, match="not its own"):
-        impl(x, weight.detach().clone())
-    weight.__fsdp_param__ = True
-    with pytest.raises(UnsupportedError, match="FSDP"):
-        impl(x, weight)
+    module.gradient_accumulation_fusion = True
+    sharded = torch.nn.Parameter(weight.detach().clone())
+    sharded.__fsdp_param__ = True
+    for call, message in (
+        (lambda: impl(x, weight, output_dtype=torch.float32), "output_dtype"),
+        (lambda: impl(x, weight, grad_output_buffer=[]), "defer_embedding_wgrad_compute"),
+        (lambda: impl(x, weight.detach().clone()), "not its own"),
+        (lambda: module(x)[0].sum().backward(), r"model\.layers\.0\.x.*main_grad"),
+        (lambda: setattr(module, "weight", sharded) or impl(x, sharded), "FSDP"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            call()

@@ -75,15 +75,11 @@ SINGLES = {
 TOPOLOGIES = {
     "tp2": Topology(tp=2),
     "tp2-sp": Topology(tp=2, sequence_parallel=True, dist_opt=True),
-    "pp2": Topology(pp=2),
     "vpp2": Topology(pp=2, vpp=2),
-    "dp2": Topology(dist_opt=True),
     "dp2-bf16": Topology(dist_opt=True, dtype=torch.bfloat16),
     "dp2-overlap": Topology(dist_opt=True, overlap=True),
     "tp2-bf16": Topology(tp=2, sequence_parallel=True, dtype=torch.bfloat16),
-    "pp2-bf16": Topology(pp=2, dtype=torch.bfloat16, dist_opt=True),
     "moe-ep2": Topology(moe=True, ep=2, dist_opt=True),
-    "moe-pp2": Topology(moe=True, pp=2),
     "moe-tp2": Topology(moe=True, tp=2, expert_tp=2, sequence_parallel=True),
     "moe-tp2-ep2": Topology(moe=True, tp=2, ep=2, expert_tp=1, sequence_parallel=True),
 }
