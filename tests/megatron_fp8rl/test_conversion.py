@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fp8rl import PinPolicy, PluginManager, Recipe, hookimpl
 from fp8rl.errors import PinError, UnsupportedError
+from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import Quantized, quantize_block
 from fp8rl.recipe import Pins
 from megatron_fp8rl import conversion as conversion_module
