@@ -739,9 +739,3 @@ def test_options_are_refused_at_the_start(dense, tmp_path, words, match):
     assert isinstance(result.exception, OptionError) and not result.output
     assert re.search(match, str(result.exception))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_check_without_its_engine_is_refused(dense, tmp_path):
-    app = cli.build_app(PluginManager(discover=False))
-    arguments = ["export", str(dense), str(tmp_path / "out"), "--check"]
-    assert "--check needs vllm_fp8rl" in str(CliRunner().invoke(app, arguments).exception)

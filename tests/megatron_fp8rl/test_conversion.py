@@ -191,7 +191,6 @@ def test_a_handle_says_that_another_has_closed_its_conversion(tmp_path):
         one.drop_codes,
         lambda: one.keeping_codes().__enter__(),
         lambda: one.save_table(tmp_path),
-        lambda: one.table_differences(tmp_path),
     ):
         with pytest.raises(UnsupportedError, match=r"handle of a conversion is closed: .*; use"):
             call()
