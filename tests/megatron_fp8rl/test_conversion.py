@@ -235,10 +235,14 @@ def test_chunks_that_handles_share():
     assert not any(isinstance(m, Fp8Module) for m in first.modules())
     whole.close()  # what is left of it
     assert not any(isinstance(m, Fp8Module) for m in second.modules())
-    convert_alone(first, pinned(kinds=("o_proj",)))
-    convert_alone(second, pinned(last=1))
-    with pytest.raises(UnsupportedError, match="converted with another recipe than the rest"):
-        conversion_of(chunks)
+    for pins in ({"first": 1}, {"kinds": ("o_proj",)}):  # of the first chunk: all, or some
+        convert_alone(first, pinned(**pins))
+        convert_alone(second, pinned(last=1))
+        with pytest.raises(UnsupportedError, match="converted with another recipe than the rest"):
+            conversion_of(chunks)
+        conversion_of(second).close()
+        if "kinds" in pins:
+            conversion_of(first).close()
 
 
 @pytest.mark.parametrize("calls", [0, 20])

@@ -130,11 +130,17 @@ def test_float32_and_tokens_with_scales_are_left_to_megatron(quantized):
 
 
 HOOKS = {
+    "input of fc2": lambda mlp, seen: mlp.linear_fc2.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0])
+    ),
     "forward of fc1": lambda mlp, seen: mlp.linear_fc1.register_forward_hook(
         lambda module, args, output: output[0].register_hook(seen.append) and None
     ),
     "gradient of fc1": lambda mlp, seen: mlp.linear_fc1.register_full_backward_hook(
         lambda module, grads_in, grads_out: seen.append(grads_out[0])
+    ),
+    "before the gradient of fc1": lambda mlp, seen: mlp.linear_fc1.register_full_backward_pre_hook(
+        lambda module, grads_out: seen.append(grads_out[0])
     ),
     "all modules": lambda mlp, seen: torch.nn.modules.module.register_module_forward_pre_hook(
         lambda module, args: seen.append(args[0]) if module is mlp.linear_fc2 else None
