@@ -22,6 +22,7 @@ CURVES = (
     "train/mean_gen_tokens_per_sample",
     "train/fp8rl/is_weight_ess",
     "train/fp8rl/token_mult_prob_error",
+    "train/fp8rl/capped_prob_error",
     "train/fp8rl/equal_logprobs",
     "train/fp8rl/guard_level",
     "train/fp8rl/step_skipped",

@@ -15,8 +15,9 @@ SPREAD = 0.03
 NEAR = 1.5
 """A cache is among the best if its KL is at most so many times the smallest."""
 GATE = 1.3
-"""Largest ``capped_prob_error`` that needs no remedy, as the guard's ``tighten_above``: healthy
-runs of small pretrained models lie at 1.14 to 1.25 (``docs/measurements/expect.md``)."""
+"""Largest ``capped_prob_error`` that needs no remedy, as the guard's ``tighten_above`` in the first
+steps of a run: plain errors of a healthy small pretrained model are 1.14 to 1.25
+(``docs/measurements/expect.md``)."""
 CACHES = {"fp8rl-kv": "FP8", "fp8rl-int8": "INT8", "fp8rl": "BF16"}
 OFF = {"rollout": False, "training": False, "kv_cache": {"dtype": "auto"}}
 """Recipe of BF16 on both sides."""

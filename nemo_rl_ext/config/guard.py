@@ -38,8 +38,9 @@ class GuardConfig(BaseModel):
     fallback: Literal["stop"] = "stop"
     """The run ends, and its message names the keys by which the last checkpoint goes on in BF16."""
     times_start: Above | None = 3.0
-    """After ten steps ``tighten_above`` is at most so many times as far from 1 as their median, and
-    the other two are nearer to 1 by an equal factor; None: bounds stay."""
+    """After ten steps that were trained on ``tighten_above`` is at most so many times as far from 1
+    as their median, ``skip_above`` 3.3 times as far as that and ``release_below`` 5/6; None: bounds
+    stay."""
     geometric: Above = 1.05
     """While tight, a sequence stays if its geometric mean ratio is within this factor of 1."""
 

@@ -181,9 +181,15 @@ class BatchCorrection:
         far, emptied = guard.skipped - guard.emptied, guard.emptied
         reasons, widen = [], ""
         if far:
+            bound, configured = guard.bound("skip_above"), guard.config.skip_above
+            lowered = (
+                ""
+                if bound == configured
+                else (f"{bound:g}, to which loss_fn.fp8rl_guard.times_start lowers (null keeps) ")
+            )
             reasons.append(
-                "capped_prob_error was above loss_fn.fp8rl_guard.skip_above="
-                f"{guard.bound(guard.config.skip_above):g} in {far}"
+                f"capped_prob_error was above {lowered}loss_fn.fp8rl_guard.skip_above="
+                f"{configured:g} in {far}"
             )
         if emptied:
             reasons.append(f"rejection left no token with a weight in {emptied}")

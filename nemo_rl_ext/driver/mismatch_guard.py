@@ -24,6 +24,9 @@ START = 10
 """Steps that say what is usual in a run."""
 CLOSEST = 0.02
 """The bound of a tight step is never nearer to 1: steps of one run in BF16 lie at 1.004 to 1.01."""
+Bound = Literal["release_below", "tighten_above", "skip_above"]
+SHARES: dict[Bound, float] = {"release_below": 5 / 6, "tighten_above": 1.0, "skip_above": 10 / 3}
+"""Distance of a bound from 1 by that of ``tighten_above``, as in the defaults."""
 
 
 @dataclass
@@ -44,15 +47,16 @@ class MismatchGuard:
     emptied: int = 0
     """Those of ``skipped`` of which rejection left nothing."""
     start: list[float] = field(default_factory=list)
-    """``capped_prob_error`` of the first steps."""
+    """``capped_prob_error`` of the first steps that were trained on."""
 
-    def bound(self, configured: float) -> float:
-        """Return what a bound of the configuration is by the first steps of this run."""
+    def bound(self, name: Bound) -> float:
+        """Return a bound of the configuration, lowered by the first steps of this run."""
+        configured: float = getattr(self.config, name)
         times = self.config.times_start
         if times is None or len(self.start) < START:
             return configured
         distance = max(CLOSEST, times * (statistics.median(self.start) - 1))
-        return 1 + (configured - 1) * min(1.0, distance / (self.config.tighten_above - 1))
+        return min(configured, 1 + distance * SHARES[name])
 
     def asks(self, error: float) -> Level:
         """Return ``normal``, ``tight`` or ``skip``, without a change of state.
@@ -60,9 +64,9 @@ class MismatchGuard:
         Args:
             error: ``capped_prob_error`` of a batch, or of a part of one.
         """
-        if not math.isfinite(error) or error > self.bound(self.config.skip_above):
+        if not math.isfinite(error) or error > self.bound("skip_above"):
             return "skip"
-        if error > self.bound(self.config.tighten_above):
+        if error > self.bound("tighten_above"):
             return "tight"
         released = self._good_with(error) >= self.config.release_after
         return "normal" if self.level == "normal" or released else "tight"
@@ -85,12 +89,12 @@ class MismatchGuard:
                 self.level,
                 error,
                 " and rejection left no token" if emptied else "",
-                self.bound(self.config.tighten_above),
-                self.bound(self.config.skip_above),
+                self.bound("tighten_above"),
+                self.bound("skip_above"),
                 self.skipped,
                 self.good,
             )
-        if len(self.start) < START and math.isfinite(error):
+        if len(self.start) < START and self.level in ("normal", "tight"):
             self.start.append(error)
         return self.level
 
@@ -106,4 +110,4 @@ class MismatchGuard:
 
     def _good_with(self, error: float) -> int:
         """Good steps in a row, counting one with this error."""
-        return self.good + 1 if error < self.bound(self.config.release_below) else 0
+        return self.good + 1 if error < self.bound("release_below") else 0

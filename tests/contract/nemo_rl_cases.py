@@ -28,8 +28,10 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext import GRPOConfig, GRPOLoss
 from nemo_rl_ext.config.drivers import PLAN
+from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.driver.batch_correction import WEIGHTS, BatchCorrection
+from nemo_rl_ext.driver.mismatch_guard import MismatchGuard
 from nemo_rl_ext.patch_finder import PATCHES, install
 from nemo_rl_ext.patches import worker_classes
 from nemo_rl_ext.patches.upstream import require_patches
@@ -305,6 +307,20 @@ def test_a_skipped_step_runs_without_the_optimizer_in_every_epoch() -> None:
     policy.train(data, fn)
     assert asked == [True, True, False]
     finder.run.correction = None
+
+
+def test_batches_that_upstreams_threshold_empties_reach_the_guards_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    guard = MismatchGuard(GuardConfig(fallback_after=1))
+    run = BatchCorrection(Recipe().importance_sampling, guard)
+    monkeypatch.setattr(finder.run, "correction", run)
+    metrics = grpo.compute_and_apply_seq_logprob_error_masking(batch(), torch.ones(ROWS), 1.0)
+    assert metrics["num_masked_seqs"] == ROWS - 1  # one was out before
+    assert (metrics["fp8rl/guard_level"], metrics["fp8rl/step_skipped"]) == (2.0, 1.0)
+    assert run.skips
+    with pytest.raises(UnsupportedError, match="2 steps in a row were left out"):
+        grpo.compute_and_apply_seq_logprob_error_masking(batch(), torch.ones(ROWS), 1.0)
 
 
 # --- steps in pieces ---

@@ -63,6 +63,22 @@ def test_the_cache_is_announced_after_the_guards_and_before_the_workers() -> Non
     assert any(line > announced[0] for line in made)
 
 
+def test_the_refit_lifecycle_serves_all_full_transports() -> None:
+    text = file_of("nemo_rl.models.generation.vllm.vllm_backend", source("NEMO_RL_SRC")).read_text(
+        encoding="utf-8"
+    )
+    for transport in ("ipc", "collective", "nccl_reshard"):
+        assert f'self._weight_update_lifecycle("{transport}")' in text
+
+
+@pytest.mark.parametrize("module", ["vllm_worker", "vllm_worker_async"])
+def test_the_parameters_of_a_rollout_are_built_with_keywords(module: str) -> None:
+    tree = ast.walk(tree_of(f"nemo_rl.models.generation.vllm.{module}"))
+    found = [n for n in tree if isinstance(n, ast.Call)]
+    built = [n for n in found if ast.unparse(n.func) == "self._build_sampling_params"]
+    assert built and not any(call.args for call in built)
+
+
 def test_every_loop_calls_the_batch_hook_and_logs_what_it_returns() -> None:
     name = "compute_and_apply_seq_logprob_error_masking"
     root = source("NEMO_RL_SRC") / "nemo_rl" / "algorithms"

@@ -3,7 +3,7 @@
 vLLM logs what a plugin raises while it is loaded and goes on without it. Each case is made of files
 that lie before the installed ones on ``sys.path``, in a process that has loaded no plugin yet.
 
-    python broken_installation_cases.py FOLDER_OF_CHECKPOINTS
+    python broken_installations.py FOLDER_OF_CHECKPOINTS
 """
 
 from __future__ import annotations

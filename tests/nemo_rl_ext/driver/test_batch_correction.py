@@ -345,17 +345,31 @@ def test_one_token_far_off_leaves_the_guard_normal_unless_it_is_impossible(
         (1.04, 3.0, 1.45, "skip"),
         (1.04, None, 1.25, "normal"),
         (1.004, 3.0, 1.019, "normal"),  # rollouts in BF16
+        (1.004, 3.0, 1.021, "tight"),
         (1.2, 3.0, 1.31, "tight"),  # never above the configured bound
     ],
 )
-def test_the_first_ten_steps_lower_the_bounds(
-    start: float, times: float | None, then: float, level: str
+@pytest.mark.parametrize("tighten", [1.3, 1.9])
+def test_the_first_ten_trained_steps_lower_the_bounds(
+    start: float, times: float | None, then: float, level: str, tighten: float
 ) -> None:
-    guard = MismatchGuard(GuardConfig(times_start=times))
-    assert {guard.observe(start) for _ in range(10)} == {"normal"}
-    assert guard.asks(then) == level
-    early = MismatchGuard(GuardConfig(times_start=times))
-    assert early.asks(1.29) == "normal"
+    guard = MismatchGuard(GuardConfig(times_start=times, tighten_above=tighten))
+    errors = [start] * 5 + [math.inf, 2.5] + [start] * 5  # the two are left out
+    assert [guard.observe(error) for error in errors].count("skip") == 2
+    for _ in range(5):  # back to normal
+        guard.observe(start)
+    expected = "normal" if (start, tighten) == (1.2, 1.9) else level
+    assert guard.level == "normal" and guard.asks(then) == expected
+
+
+def test_a_lowered_bound_is_named_with_its_key() -> None:
+    guard = MismatchGuard(GuardConfig(fallback_after=1))
+    run = BatchCorrection(ImportanceSampling(), guard)
+    for _ in range(10):
+        run.correct(batch([0.01]))
+    run.correct(batch([0.3]))
+    with pytest.raises(UnsupportedError, match=r"above 1\.1.*times_start lowers.*skip_above=2 "):
+        run.correct(batch([0.3]))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Streams that are refused: before a write the old weights serve, after one nothing does.
 
-Plain loads: patches/test_plain_loads.py; files: receiver/test_files.py.
+Plain loads: patches/test_loads.py; files: receiver/test_files.py.
 """
 
 from __future__ import annotations
