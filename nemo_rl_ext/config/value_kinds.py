@@ -46,7 +46,9 @@ _SWITCHES = (
         LOSS,
         "use_importance_sampling_correction sequence_level_importance_ratios force_on_policy_ratio",
     ),
-    *("grpo.val_at_start", "grpo.async_grpo.enabled", "ppo.async_ppo.enabled"),
+    "grpo.val_at_start",
+    "grpo.async_grpo.enabled",
+    "ppo.async_ppo.enabled",
     "data_plane.enabled",
 )
 """Keys that are true or false."""
@@ -55,6 +57,7 @@ _SIZES = (
     *_at(VLLM, "tensor_parallel_size pipeline_parallel_size expert_parallel_size"),
     f"{MEGATRON}.pipeline_model_parallel_size",
 )
+_MACHINES = "num_nodes gpus_per_node"
 _AT_ENDS = "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
 _NUMBERS_OF_LAYERS = (
     *_at(VLLM, "num_first_layers_in_bf16 num_last_layers_in_bf16"),
@@ -109,14 +112,9 @@ SIZES = _rules(
         (
             *_at(MEGATRON, "tensor_model_parallel_size context_parallel_size"),
             "policy.generation.vllm_kwargs.kv_cache_memory_bytes",
-            *(
-                f"{resources}.{key}"
-                for resources in (
-                    *("cluster", "policy.generation.colocated.resources"),
-                    "env.reward_model.resources",
-                )
-                for key in ("num_nodes", "gpus_per_node")
-            ),
+            *_at("cluster", _MACHINES),
+            *_at("policy.generation.colocated.resources", _MACHINES),
+            *_at("env.reward_model.resources", _MACHINES),
         ),
         *_COUNT,
     ),

@@ -182,11 +182,11 @@ class BatchCorrection:
         reasons, widen = [], ""
         if far:
             bound, configured = guard.bound("skip_above"), guard.config.skip_above
-            lowered = (
-                ""
-                if bound == configured
-                else (f"{bound:g}, to which loss_fn.fp8rl_guard.times_start lowers (null keeps) ")
-            )
+            lowered = ""
+            if bound < configured:
+                lowered = (
+                    f"{bound:g}, to which loss_fn.fp8rl_guard.times_start lowers (null keeps) "
+                )
             reasons.append(
                 f"capped_prob_error was above {lowered}loss_fn.fp8rl_guard.skip_above="
                 f"{configured:g} in {far}"

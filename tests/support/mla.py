@@ -15,6 +15,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Changes of ``make_mla_checkpoint``: Moonlight has no q_lora_rank, DeepSeek-V3 has groups of
 experts, DeepSeek-V2 a softmax router without a bias."""
+LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+}
+"""Keys of a config with experts, for the small models of ``make_family_checkpoint``."""
 AUTO = KVCache(dtype="auto")
 RECIPE = Recipe(kv_cache=AUTO)
 """kv_b_proj is in BF16 by default."""

@@ -212,8 +212,11 @@ def attend_batch(
     The others are arguments of :func:`attend_prompts` and :func:`fp8rl.kernels.paged.decode`;
     ``processors`` are the SMs of the GPU.
     """
-    scales: dict[str, Any] = {"softmax_scale": softmax_scale}
-    scales |= {"k_scale": k_scale, "v_scale": v_scale}
+    scales: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
     if decodes:
         decode(
             query[:decodes],

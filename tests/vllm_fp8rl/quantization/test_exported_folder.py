@@ -27,6 +27,7 @@ from support.engine import (
 )
 from support.gaps import gap
 from support.hf_reference import load_exported, load_reference
+from support.mla import LATENT
 from support.no_torchvision import without_torchvision
 from support.teacher_forced import vllm_logprobs
 from support.tiny import (
@@ -177,15 +178,6 @@ def test_transformers_reads_the_config(out):
 
 
 SIGMOIDS = {"n_shared_experts": 1, "first_k_dense_replace": 0}
-LATENT = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 256,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
-    "head_dim": 64,
-    "num_key_value_heads": 4,
-}
 ATTENTION = ("self_attn.qkv_proj", "self_attn.o_proj")
 LATENT_ATTENTION = ("self_attn.fused_qkv_a_proj", "self_attn.q_b_proj", "self_attn.o_proj")
 FAMILIES_WITH_EXPERTS: dict[str, tuple[str, str, str, tuple[str, ...], dict]] = {
@@ -196,11 +188,17 @@ FAMILIES_WITH_EXPERTS: dict[str, tuple[str, str, str, tuple[str, ...], dict]] = 
     "minimax_m2": ("minimax_m2", "MiniMaxM2ForCausalLM", "mlp", ATTENTION, {}),
     "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM", "mlp", ATTENTION, SIGMOIDS),
     "deepseek_v2": (
-        *("deepseek_v2", "DeepseekV2ForCausalLM", "mlp", LATENT_ATTENTION),
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        "mlp",
+        LATENT_ATTENTION,
         SIGMOIDS | LATENT,
     ),
     "deepseek_v3": (
-        *("deepseek_v2", "DeepseekV3ForCausalLM", "mlp", LATENT_ATTENTION),
+        "deepseek_v2",
+        "DeepseekV3ForCausalLM",
+        "mlp",
+        LATENT_ATTENTION,
         SIGMOIDS | LATENT,
     ),
     "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5MoeForConditionalGeneration", "mlp", ATTENTION, {}),

@@ -21,7 +21,7 @@ from fp8rl.recipe import KVCache, Pins
 from support.engine import PROMPTS, SCALES, Engine, load_tensors
 from support.gaps import gap
 from support.hf_reference import Attention, load_reference
-from support.mla import NATIVE_ROPE, ON_A_CPU
+from support.mla import LATENT, NATIVE_ROPE, ON_A_CPU
 from support.teacher_forced import FACTOR, vllm_logprobs
 from support.teacher_forced import PROMPTS as SHORT
 from support.tiny import make_family_checkpoint
@@ -161,17 +161,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "glm4_moe": {},
     "minimax_m2": {},
-    "glm4_moe_lite": {
-        "kv_lora_rank": 512,
-        "q_lora_rank": 256,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 64,
-        "head_dim": 64,
-        "n_shared_experts": 1,
-        "num_key_value_heads": 4,
-        "mlp_layer_types": ["dense", "sparse"],
-    },
+    "glm4_moe_lite": LATENT | {"n_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]},
 }
 QUICK_EXPERTS = ("minimax_m2", "glm4_moe_lite")
 """A router of sigmoids with a bias; multi-latent attention with a low rank for queries."""
