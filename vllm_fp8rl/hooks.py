@@ -22,7 +22,7 @@ from vllm_fp8rl.compat import (
     unsupported_reason,
     untested,
 )
-from vllm_fp8rl.warmup.kernel_warmup import NO_NVCC, find_nvcc
+from vllm_fp8rl.warmup import NO_NVCC, find_nvcc
 
 
 @hookimpl

@@ -27,7 +27,8 @@ path, cache = Path(sys.argv[1]), Path(sys.argv[2])
 paths = {"a": path / "a"} if path.exists() else make_checkpoints(path)
 engine = start_engine(paths["a"], recipe, enforce_eager=True, max_num_batched_tokens=1024)
 warmup = engine.llm.llm_engine.vllm_config.quant_config.resolve().warmup
-done = warmup.join(120)
+warmup.watcher and warmup.watcher.join(120)
+done = warmup.watcher is None or not warmup.watcher.is_alive()
 made = sorted(folder.name for folder in cache.glob("cache/*"))
 engine.greedy()
 engine.llm.generate(
@@ -37,7 +38,7 @@ engine.llm.generate(
 after = sorted(folder.name for folder in cache.glob("cache/*"))
 kernel = engine.model.get_submodule("model.layers.0.mlp.down_proj").quant_method.kernel
 print(json.dumps({
-    "backend": kernel.backend, "done": done, "started": warmup._process is not None,
+    "backend": kernel.backend, "done": done, "started": warmup.watcher is not None,
     "made": made, "after": after,
 }))
 """

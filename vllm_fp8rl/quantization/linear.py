@@ -124,7 +124,8 @@ class Fp8RLLinearMethod(LinearMethodBase):
         scale = Fp8Scale(scale_inv, grid=self.grid, weight_loader=_scale_loader(layer, loader))
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale_inv", scale)
-        self.kernel.warm_up(layer, self.state.warmup)
+        if self.kernel.backend == "deep_gemm":
+            self.state.warmup.add(*weight.shape)
         self.state.layers[self.name] = layer  # compiled code finds it there
         for parameter in (weight, scale):
             set_weight_attrs(parameter, extra_weight_attrs)

@@ -169,10 +169,13 @@ class Fp8RLMoEMethod(_ExpertsMethod):
     def _make_kernels(self, layer: RoutedExperts, device: torch.device, dtype: torch.dtype) -> None:
         recipe, layout = self.state.recipe, self.grids.layout
         if device.type == "cuda":
-            from vllm_fp8rl.kernels.moe.fused_moe import delegate_experts, warm_up_experts
+            from vllm_fp8rl.kernels.moe import fused_moe
 
-            self.moe_quant_config, self.moe_kernel = delegate_experts(layer, self.moe, recipe)
-            warm_up_experts(self.moe_kernel, layer, self.moe, self.state.warmup)
+            self.moe_quant_config, self.moe_kernel = fused_moe.delegate_experts(
+                layer, self.moe, recipe
+            )
+            if isinstance(self.moe_kernel.fused_experts, fused_moe.TritonOrDeepGemmExperts):
+                fused_moe.warm_up_deep_gemm(layer, self.moe, self.state.warmup)
             return
         shapes = {
             "w13": GemmShape(0, 2 * layout.padded, layout.hidden),

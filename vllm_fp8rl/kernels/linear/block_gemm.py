@@ -13,7 +13,6 @@ in place is seen there too.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -39,8 +38,7 @@ from fp8rl.numerics import BLOCK, Quantized, whole_groups
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import PACKING_CAPABILITIES, unsupported_reason
 from vllm_fp8rl.kernels.fusion import deep_gemm_op as deep_gemm_op  # registers fp8rl::deep_gemm
-from vllm_fp8rl.warmup import KernelWarmup
-from vllm_fp8rl.warmup.kernel_warmup import NO_NVCC, find_nvcc
+from vllm_fp8rl.warmup import NO_NVCC, find_nvcc
 
 logger = init_logger("vllm.fp8rl")
 
@@ -58,7 +56,7 @@ class DelegatedKernel:
     def __init__(self, backend: str, config: FP8ScaledMMLinearLayerConfig, recipe: Recipe) -> None:
         self.backend = backend
         # DeepGEMM's is never called. Building it imports DeepGEMM and sets DG_JIT_CACHE_DIR, which
-        # `warm_up` needs.
+        # the warm-up needs.
         self._kernel = _KERNELS[backend](config)
         self._pow2 = recipe.activations.scale_format == "pow2"
         # On other GPUs DeepGEMM, told to pack, would round scales that are no powers of two.
@@ -93,11 +91,6 @@ class DelegatedKernel:
         return self._kernel.apply_block_scaled_mm(
             A=codes, B=weight.codes, As=scale_inv, Bs=weight.scale_inv
         )
-
-    def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
-        """Have DeepGEMM's kernels for a layer's ``weight`` compiled ahead of use."""
-        if self.backend == "deep_gemm":
-            warmup.add(*layer.weight.shape)
 
 
 def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedKernel:

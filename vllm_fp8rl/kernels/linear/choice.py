@@ -7,7 +7,7 @@ there is never a silent fallback.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +16,6 @@ from fp8rl.gemm import GemmShape
 from fp8rl.gemm.reference import multiply_rows
 from fp8rl.numerics import Quantized, dequantize_block, dequantize_group, quantize_group
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.warmup import KernelWarmup
 
 if TYPE_CHECKING:
     from vllm_fp8rl.kernels.linear.block_gemm import DelegatedKernel
@@ -55,9 +54,6 @@ class CpuKernel:
         rows = quantize_group(x.reshape(-1, x.shape[-1]), scale_format=self._format)
         y = multiply_rows(dequantize_group(*rows).to(self._sums), self._dequantized(weight))
         return y.to(x.dtype).view(*x.shape[:-1], weight.codes.shape[0])
-
-    def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
-        """Do nothing: there is nothing to compile."""
 
     def _dequantized(self, weight: Quantized) -> torch.Tensor:
         if not self._keep:

@@ -47,8 +47,7 @@ from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import known_options, one_class
 from vllm_fp8rl.kernels.linear.block_gemm import require_served_gpu
 from vllm_fp8rl.kernels.moe.settings import ACTIVATION_SCALES_ENV
-from vllm_fp8rl.warmup import KernelWarmup
-from vllm_fp8rl.warmup.kernel_warmup import NO_NVCC, find_nvcc
+from vllm_fp8rl.warmup import NO_NVCC, KernelWarmup, find_nvcc
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -118,14 +117,6 @@ def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) 
         f"No FP8 kernel takes these experts ({'; '.join(reasons)}); pin them to BF16 with "
         "pins.kinds: [experts]."
     )
-
-
-def warm_up_experts(
-    kernel: mk.FusedMoEKernel, layer: RoutedExperts, moe: FusedMoEConfig, warmup: KernelWarmup
-) -> None:
-    """Have DeepGEMM's kernels for a layer's experts compiled ahead, if its kernel uses DeepGEMM."""
-    if isinstance(kernel.fused_experts, TritonOrDeepGemmExperts):
-        warm_up_deep_gemm(layer, moe, warmup)
 
 
 def warm_up_deep_gemm(layer: RoutedExperts, moe: FusedMoEConfig, warmup: KernelWarmup) -> None:
