@@ -11,8 +11,8 @@
 
 Makes a model and data, writes a YAML for each variant on top of upstream's (``nemo_rl_yaml.py``),
 runs the driver untouched, and prints for each variant what its logs have (``nemo_rl_results.py``):
-reward and mismatch of every step, and seconds by phase. ``fp8rl-bf16kv`` has FP8 rollouts over a
-BF16 KV cache, as upstream's FP8 path with a DTensor trainer; ``fp8rl-int8kv`` an INT8 cache;
+reward and mismatch of every step, and seconds by phase. ``fp8rl-bf16kv`` has a BF16 KV cache,
+``fp8rl-int8kv`` an INT8 cache;
 ``fp8rl-rollout`` and ``upstream-rollout`` FP8 in rollouts alone, over a BF16 cache; ``fp8rl-exact``
 is ``exact: true``, for ``sums`` with packed sequences, ``fp8rl-exact-int8kv`` the same over an INT8
 cache; ``fp8rl-pinned`` has q, k, v and the last layer in BF16 over an INT8 cache.
@@ -299,8 +299,6 @@ def refusal(options: argparse.Namespace) -> str | None:
         return "--variants fp8rl-exact needs --trainer megatron and one GPU, and has no --family"
     if "upstream-rollout" in variants and not megatron:
         return "--variants upstream-rollout needs --trainer megatron; else it is upstream"
-    if "fp8rl-rollout" in variants and not megatron:
-        return "--variants fp8rl-rollout needs --trainer megatron; else it is fp8rl-bf16kv"
     if options.single_controller or options.in_flight:
         loop = "--single-controller" if options.single_controller else "--in-flight"
         if not megatron or options.gpus != 2:

@@ -59,7 +59,7 @@ MICRO_BATCH_TOKENS = 16_384
 def config(
     options: argparse.Namespace, model: Path, data: Path, logs: Path, variant: str
 ) -> dict[str, Any]:
-    """One variant's YAML; FP8 training and upstream's FP8 KV cache where Megatron trains."""
+    """One variant's YAML; upstream's FP8 trains and has an FP8 KV cache where Megatron trains."""
     source, megatron = options.source.resolve(), options.trainer == "megatron"
     batch = batch_size(options)
     vllm: dict[str, Any] = {
@@ -148,10 +148,12 @@ def config(
     if variant.startswith("fp8rl"):
         value["defaults"].append(str(RECIPE_FOLDER / "keys.yaml"))
         value["fp8rl"] = {
-            "training": megatron and variant != "fp8rl-rollout",
+            "training": variant != "fp8rl-rollout",
             "kv_cache": {"dtype": CACHES.get(variant, "auto")},
             "pins": {"layers": [1]} if megatron else {},
         }
+        if not megatron:
+            value["policy"]["dtensor_cfg"]["fp8rl"] = "${fp8rl}"
     if variant.startswith("fp8rl-exact"):
         value["fp8rl"] |= {"exact": True, "pins": {}}
         value["policy"]["logprob_chunk_size"] = 1024
@@ -221,6 +223,7 @@ def reasoning(value: dict[str, Any], tokens_out: int) -> None:
     megatron = policy["megatron_cfg"]
     megatron["defer_fp32_logits"] = True
     megatron["optimizer"] |= {"lr": REASONING_LEARNING_RATE, "min_lr": REASONING_LEARNING_RATE}
+    policy["optimizer"]["kwargs"]["lr"] = REASONING_LEARNING_RATE
     value["data"]["default"]["env_name"] = "reasoning_gym"
     value["env"] = {"reasoning_gym": {}}
 
