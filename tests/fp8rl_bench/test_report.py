@@ -20,7 +20,7 @@ def test_the_page_is_whole_and_has_three_plots_of_what_was_measured(tmp_path: Pa
     assert "BF16: 100; " in speed and "fp8rl, FP8 cache: 170" in speed
     # 16 GiB and 393,216 tokens of 144 KiB
     assert "BF16: 70.00 GiB (16.00 weights)" in memory
-    assert "fp8rl, FP8 cache: 2.7e-02" in kl
+    assert "fp8rl, FP8 cache: 2.2e-02" in kl
     assert max(page.widths) == 346 and len(page.widths) == 15
     for text in ("Do <this>.", "9.8.7", "trained weights", "9 min 59 s", "mean of 30,000 tokens"):
         assert text in page.text
