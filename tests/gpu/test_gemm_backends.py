@@ -112,7 +112,7 @@ def test_a_nan_code_shows_in_its_row_alone(name):
 @pytest.mark.parametrize("name", GROUPED)
 def test_an_infinite_input_shows_in_its_row_alone(name):
     """Of a row that two experts' blocks share, so that its codes lie there twice."""
-    expert_rows = ExpertRows((100, 0, 200, 0, 0), row_alignment())
+    expert_rows = ExpertRows((100, 0, 200, 0, 0), row_alignment(GPU))
     backend = _backend(name, GroupedShape(expert_rows.splits, OUT, IN))
     x = torch.randn(300, IN, device=GPU).bfloat16()
     x[117, 5] = torch.inf
