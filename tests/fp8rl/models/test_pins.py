@@ -90,11 +90,6 @@ def test_refused(pins, message):
         resolve(**pins)
 
 
-def test_parts_of_a_fused_module_are_pinned_together():
-    names = [f"model.layers.0.self_attn.{p}_proj" for p in "qkv"]
-    assert resolve(names=names).bf16_linears() == names
-
-
 def test_a_module_of_another_model():
     with pytest.raises(PinError, match=r"is not in the model that the pins were resolved for \(6"):
         resolve().precision("model.layers.6.mlp.down_proj")

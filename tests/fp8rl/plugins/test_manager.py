@@ -102,6 +102,13 @@ def test_blocked_plugins_are_not_even_imported(install, monkeypatch):
     assert found.has_plugin("nemo_rl")
 
 
+def test_two_distributions_with_one_plugin_name(install):
+    install(GOOD, name="same", dist="one")
+    install(GOOD, name="same", dist="two")
+    with pytest.raises(PluginError, match=r"Two fp8rl plugins are named 'same'.*one.*two"):
+        PluginManager()
+
+
 FAST, X = {"register_gemm_backends": [Backend("fast")]}, {"register_is_correctors": {"x": abs}}
 
 
@@ -136,6 +143,18 @@ def test_a_hook_that_fails_is_named(what):
     match = f"register_{what} .* failed: OSError: no such file. Repair .*BLOCK"
     with pytest.raises(PluginError, match=match):
         getattr(manager(failing), what)()
+
+
+def test_a_plugin_cannot_change_the_names_that_pins_are_resolved_for():
+    """An emptied list lost every pin of the recipe without a word."""
+
+    @hookimpl
+    def register_pins(module_names):
+        module_names.clear()
+
+    found = manager(SimpleNamespace(register_pins=register_pins))
+    with pytest.raises(PluginError, match=r"register_pins of an fp8rl .* AttributeError: .*clear"):
+        found.pin_policy(Pins(last=1), [*ModelSpec.dense(2).names])
 
 
 def test_pins_of_plugins_are_added():
