@@ -17,20 +17,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fp8rl import PluginManager, Recipe, cli
-from fp8rl.errors import (
-    Fp8RLError,
-    ModelError,
-    OptionError,
-    PinError,
-    ScaleError,
-    UnsupportedError,
-)
+from fp8rl.errors import Fp8RLError, ModelError, OptionError, PinError, ScaleError, UnsupportedError
 from fp8rl.export import plan_export, write_export
 from fp8rl.models.folder import RECIPE_FILE, folder_tensors
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache, Pins
-from fp8rl.weight_files import WeightFile
 from support.model_folders import CONFIG, model, read, weights
 from support.numeric import same_codes
 
@@ -72,16 +64,17 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 # What is written
 
 
-@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
-def test_weights_are_the_codes_of_the_numeric_contract(dense, tmp_path, scale_format):
-    """What those are in float64: ``numerics/test_quantize.py``."""
-    recipe = Recipe.from_dict(NO_KV.to_dict() | {"weights": {"scale_format": scale_format}})
-    exported(dense, tmp_path / "out", recipe)
+def test_weights_are_the_codes_of_the_numeric_contract(tmp_path):
+    """What those are in float64: ``numerics/test_quantize.py``; 320 rows end within a block."""
+    names = [name for name in DENSE if name != "lm_head"]
+    dense = model(tmp_path / "in", weights(names, o_proj=320), tie_word_embeddings=True)
+    recipe = Recipe.from_dict(NO_KV.to_dict() | {"weights": {"scale_format": "pow2"}})
+    assert exported(dense, tmp_path / "out", recipe)["ignored_layers"] == ["lm_head"]
     source, found = read(dense), read(tmp_path / "out")
     fp8 = [name for name in found if found[name].dtype == torch.float8_e4m3fn]
     assert len(fp8) == 14
     for name in fp8:
-        expected = quantize_block(source[name], scale_format=scale_format)
+        expected = quantize_block(source[name], scale_format="pow2")
         assert same_codes((found[name], found[f"{name}_scale_inv"]), expected), name
 
 
@@ -101,10 +94,9 @@ def test_what_is_not_fp8_keeps_its_bytes(tmp_path):
             assert torch.equal(found[name], tensor)
 
 
-@pytest.mark.parametrize("files", [1, 3])
-def test_files_are_small_and_the_index_is_right(tmp_path, files):
+def test_files_are_small_and_the_index_is_right(tmp_path):
     """None above the limit unless one tensor is; the codes are those of a single file."""
-    checkpoint = model(tmp_path / "in", TENSORS, files=files)
+    checkpoint = model(tmp_path / "in", TENSORS, files=3)
     out, limit, seen = tmp_path / "out", 200_000, []
     exported(checkpoint, out, shard_bytes=limit, progress=seen.append)
     assert sorted(seen) == sorted(read(checkpoint))
@@ -131,20 +123,18 @@ def test_files_are_small_and_the_index_is_right(tmp_path, files):
 
 def test_tensors_of_all_experts_are_split(tmp_path):
     """transformers 5 may hold the experts of a layer in two tensors; engines load them by one."""
-    single = weights(ModelSpec.of(MOE).names)
-    fused = {name: tensor for name, tensor in single.items() if ".experts." not in name}
+    fused = {name: tensor for name, tensor in OF_MOE.items() if ".experts." not in name}
     for layer in range(2):
         prefix = f"model.layers.{layer}.mlp.experts"
-        parts = [
-            [
-                single[f"{prefix}.{n}.{leaf}.weight"]
-                for leaf in ("gate_proj", "up_proj", "down_proj")
-            ]
-            for n in range(3)
-        ]
-        fused[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([g, u]) for g, u, _ in parts])
-        fused[f"{prefix}.down_proj"] = torch.stack([down for _, _, down in parts])
-    exported(model(tmp_path / "in", single, **MOE), tmp_path / "one")
+        gates, ups, downs = (
+            torch.stack([OF_MOE[f"{prefix}.{n}.{leaf}_proj.weight"] for n in range(3)])
+            for leaf in ("gate", "up", "down")
+        )
+        fused |= {
+            f"{prefix}.gate_up_proj": torch.cat([gates, ups], 1),
+            f"{prefix}.down_proj": downs,
+        }
+    exported(model(tmp_path / "in", OF_MOE, **MOE), tmp_path / "one")
     exported(model(tmp_path / "fused", fused, **MOE), tmp_path / "all")
     one, together = read(tmp_path / "one"), read(tmp_path / "all")
     assert_equal(one, together)
@@ -153,28 +143,17 @@ def test_tensors_of_all_experts_are_split(tmp_path):
         plan_export(wrong, NO_KV)
 
 
-def test_a_tied_head_and_rows_of_a_part_of_a_block(tmp_path):
-    names = [name for name in DENSE if name != "lm_head"]
-    checkpoint = model(tmp_path / "in", weights(names, o_proj=320), tie_word_embeddings=True)
-    assert exported(checkpoint, tmp_path / "out")["ignored_layers"] == ["lm_head"]
-    assert read(tmp_path / "out")["model.layers.0.self_attn.o_proj.weight_scale_inv"].shape[0] == 3
-
-
 def test_draft_layers_stay_in_bf16(tmp_path):
     """Under the name of all experts of the layer; experts of the model are not listed with them."""
-    draft, dense_draft = "mtp.layers.0.mlp.experts", "model.layers.2.mlp.down_proj"
-    tensors = weights(ModelSpec.of(MOE).names) | {
-        f"{draft}.{leaf}": torch.ones(3, 256, 256).bfloat16()
-        for leaf in ("gate_up_proj", "down_proj")
+    draft = "mtp.layers.0.mlp.experts"
+    tensors = OF_MOE | {
+        f"{draft}.down_proj": torch.ones(3, 256, 256).bfloat16(),
+        "model.layers.2.mlp.down_proj.weight": torch.ones(256, 384).bfloat16(),
     }
-    tensors |= {f"{draft.removesuffix('experts')}gate.weight": torch.ones(3, 256).bfloat16()}
-    tensors |= {f"{dense_draft}.weight": torch.ones(256, 384).bfloat16()}
     found = exported(model(tmp_path / "in", tensors, **MOE), tmp_path / "out")
     assert [n for n in found["ignored_layers"] if n.endswith(".experts")] == [draft]
-    assert {"mtp.layers.0.mlp.gate", dense_draft} < set(found["ignored_layers"])
-    written = read(tmp_path / "out")
-    for name in (f"{draft}.down_proj", f"{dense_draft}.weight"):
-        assert written[name].dtype == torch.bfloat16
+    assert "model.layers.2.mlp.down_proj" in found["ignored_layers"]
+    assert read(tmp_path / "out")[f"{draft}.down_proj"].dtype == torch.bfloat16
 
 
 def test_tokenizer_comes_along_and_other_weights_do_not(dense, tmp_path):
@@ -225,9 +204,9 @@ def test_kv_scales_have_the_names_that_stock_engines_map(tmp_path, where):
     ("scales", "match"),
     [
         ({"model.layers.0.k": 1.0}, "'model.layers.0.k' is no KV scale; names look like"),
+        ("{", "cannot be read from '.*scales.json'"),
         ({"model.layers.2.self_attn.k_scale": 1.0}, "layers.2.self_attn.k_scale' belongs to no"),
         ({**SCALES, "model.layers.1.self_attn.v_scale": 0.0}, "layers.1.self_attn.v_scale' is 0"),
-        ({**SCALES, "model.layers.1.self_attn.v_scale": "x"}, "v_scale' is 'x'; write a number"),
         ({k: v for k, v in SCALES.items() if "1.self_attn.v" not in k}, "no KV scale 'model.lay"),
         ({}, "calibrate_kv_scales with --kv-scales, or set kv_cache.dtype to auto"),
         ([], "is no JSON object"),
@@ -236,30 +215,12 @@ def test_kv_scales_have_the_names_that_stock_engines_map(tmp_path, where):
             {**SCALES, "model.layers.1.self_attn.attn.v_scale": 9.0},
             "are both the v scale of layer 1",
         ),
-        (
-            '{"model.layers.0.self_attn.k_scale": 1.0, "model.layers.0.self_attn.k_scale": 2.0}',
-            "twice",
-        ),
         ('{"model.layers.0.self_attn.k_scale": NaN}', "k_scale' is nan; it must be positive"),
-        ("[" * 200 + "]" * 200, "nested too deeply"),
     ],
 )
 def test_bad_kv_scales(dense, tmp_path, scales, match):
     with pytest.raises(ScaleError, match=match):
         plan_export(dense, Recipe(), kv_scales=scale_file(tmp_path, scales))
-
-
-def test_unreadable_kv_scales(dense, tmp_path, monkeypatch):
-    os.mkfifo(tmp_path / "pipe.json")
-    for name in ("torn.json", "torn.safetensors"):
-        (tmp_path / name).write_text("{")
-    for name in ("none.json", "pipe.json", "torn.json", "torn.safetensors"):
-        with pytest.raises(ScaleError, match=f"cannot be read from '.*{name}'"):
-            plan_export(dense, Recipe(), kv_scales=tmp_path / name)
-    monkeypatch.setattr(WeightFile, "read", lambda *_: pytest.fail("a tensor was read"))
-    save_file({K0: torch.ones(9)}, tmp_path / "large.safetensors")
-    with pytest.raises(ScaleError, match=r"k_scale' has shape \(9,\); store one value"):
-        plan_export(dense, Recipe(), kv_scales=tmp_path / "large.safetensors")
 
 
 def test_a_cache_of_latents_has_no_scales(tmp_path, monkeypatch):
@@ -293,25 +254,9 @@ def test_a_language_model_under_a_wrapper(tmp_path, monkeypatch):
     for name in (f"{prefix}.0.linear_attn.in_proj_qkv", f"{prefix}.3.self_attn.q_proj"):
         assert name not in ignored
         assert tensors[f"{name}.weight"].dtype == torch.float8_e4m3fn
-    with pytest.raises(ScaleError, match=rf"no KV scale '{prefix}.3.self_attn.k_scale'"):
-        plan_export(checkpoint, Recipe())
 
 
 # quantization_config
-
-
-def sglang_config(config: dict) -> tuple[str, list[int], set[str]]:
-    """Method, block and ignored layers as SGLang reads them.
-
-    ``Fp8Config.from_config`` of python/sglang/srt/layers/quantization/fp8.py, commit
-    00563d368df9673403eacead4adf45ef77ef0ca9: keys ``quant_method``, ``activation_scheme``, the
-    first of ``ignored_layers`` and ``modules_to_not_convert`` that is there, each name with and
-    without ``model.``, and ``weight_block_size``.
-    """
-    assert config["activation_scheme"] == "dynamic"
-    named = next(config[key] for key in ("ignored_layers", "modules_to_not_convert"))
-    bare = {name.removeprefix("model.") for name in named}
-    return config["quant_method"], config["weight_block_size"], bare | {f"model.{n}" for n in bare}
 
 
 MATCHES: tuple[Callable[[str, set[str]], bool], ...] = (
@@ -325,19 +270,22 @@ python/sglang/srt/layers/quantization/utils.py, commit 006d0961 and later); the 
 (should_convert_module)."""
 
 
-@pytest.mark.parametrize(
-    "pins",
-    [Pins(), Pins(layers=(1,)), Pins(kinds=("down_proj", "experts"))],
-    ids=["none", "layer", "kinds"],
-)
+@pytest.mark.parametrize("pins", [Pins(layers=(1,)), Pins(kinds=("down_proj", "experts"))], ids=str)
 def test_every_engine_finds_the_same_modules_in_bf16(tmp_path, pins):
-    """With 12 layers a short name must not match a longer number."""
-    config = MOE | {"num_hidden_layers": 12, "mlp_only_layers": [*range(0, 12, 2)]}
-    names = ModelSpec.of(config).names
-    checkpoint = model(tmp_path / "in", weights(names), **config)
+    """With 12 layers a short name must not match a longer number.
+
+    SGLang takes each name with and without ``model.`` (``Fp8Config.from_config`` of
+    python/sglang/srt/layers/quantization/fp8.py, commit 00563d368df9673403eacead4adf45ef77ef0ca9).
+    """
+    layers = MOE | {"num_hidden_layers": 12, "mlp_only_layers": [*range(0, 12, 2)]}
+    names = ModelSpec.of(layers).names
+    checkpoint = model(tmp_path / "in", weights(names), **layers)
     plan = plan_export(checkpoint, NO_KV.model_copy(update={"pins": pins}))
-    method, block, ignored = sglang_config(plan.quantization_config())
-    assert (method, block) == ("fp8", [128, 128])
+    config = plan.quantization_config()
+    assert config["weight_block_size"] == [128, 128]
+    assert (config["quant_method"], config["activation_scheme"]) == ("fp8", "dynamic")
+    bare = {name.removeprefix("model.") for name in config["ignored_layers"]}
+    ignored = bare | {f"model.{name}" for name in bare}
     for name, matches in product(names, MATCHES):
         leaf = name.split(".")[-1]
         if leaf == "embed_tokens" or leaf.endswith("norm"):
@@ -400,41 +348,31 @@ def changed(change: Make) -> Make:
 
 
 def indexed(name: str, file: str | None) -> Make:
-    """Name another file for a tensor; ``{}`` is the folder."""
+    """Name another file for a tensor."""
 
     def change(folder: Path) -> None:
         table = json.loads((folder / INDEX).read_text())["weight_map"]
-        table[name] = file and file.format(folder)
+        table[name] = file
         kept = {name: file for name, file in table.items() if file}
         (folder / INDEX).write_text(json.dumps({"weight_map": kept}))
 
     return changed(change)
 
 
-def linked(name: str, target: str = "../secret") -> Make:
-    """A link in the place of a file, whose content the secret beside the folder has then."""
+def linked(name: str) -> Make:
+    """A link in the place of a file to a secret beside the folder with its content."""
 
     def change(folder: Path) -> None:
         file = folder / name
         (folder.parent / "secret").write_bytes(file.read_bytes() if file.exists() else b"secret")
         file.unlink(missing_ok=True)
-        file.symlink_to(target)
+        file.symlink_to("../secret")
 
     return changed(change)
 
 
-def piped(name: str) -> Make:
-    return changed(lambda f: ((f / name).unlink(missing_ok=True), os.mkfifo(f / name)))
-
-
 UNSUPPORTED: list[tuple[Make, str]] = [
     (checkpoint(kv_lora_rank=512), "multi-latent attention.*give a model that FP8 rollouts serve"),
-    (checkpoint(vision_config={}), "a multimodal model"),
-    (checkpoint(model_type="x", num_local_experts=8), "an MoE model"),
-    (
-        checkpoint(model_type="apertus"),
-        "a dense model .'apertus'. of an unknown family; give a model",
-    ),
     (
         checkpoint(weights(DENSE, k_proj=192)),
         r"k_proj.weight' have 192 rows, .*'qkv_proj'; .*{kinds: .qkv_proj.}",
@@ -446,15 +384,8 @@ UNSUPPORTED: list[tuple[Make, str]] = [
         f"'{DOWN}' has dtype F8_E4M3; FP8 is made of BF16",
     ),
     (
-        checkpoint(TENSORS | {DOWN: TENSORS[DOWN][None]}),
-        f"'{DOWN}' has shape .1, 256, 384., no matrix",
-    ),
-    *(
-        (
-            checkpoint(TENSORS | {name: torch.full((1,), 7.0)}),
-            f"'{name}' is stored beside the weights, as in a quantized model; give the",
-        )
-        for name in (f"{DOWN}_scale_inv", DOWN.replace(".weight", ".input_scale"))
+        checkpoint(TENSORS | {f"{DOWN}_scale_inv": torch.full((1,), 7.0)}),
+        f"'{DOWN}_scale_inv' is stored beside the weights, as in a quantized model; give the",
     ),
     (
         checkpoint(
@@ -466,7 +397,6 @@ UNSUPPORTED: list[tuple[Make, str]] = [
     (holding("policy/weights/iter_0000010/metadata.json"), "convert_megatron_to_hf.py of NeMo"),
     (holding("latest_checkpointed_iteration.txt"), "a checkpoint of Megatron, which only Megatron"),
     (holding("policy/weights/model/__0_0.distcp"), "convert_dcp_to_hf.py .*save_consolidated"),
-    (holding("__0_0.distcp", ".metadata"), "distributed checkpoint of PyTorch"),
     (holding("pytorch_model.bin", "config.json"), "torch.save; write them as safetensors"),
     (holding("adapter_config.json", "adapter_model.safetensors"), "LoRA adapter without its"),
 ]
@@ -483,10 +413,7 @@ BAD_FOLDERS: list[tuple[Make, str]] = [
     ),
     (checkpoint(quantization_config={"quant_method": "fp8"}), "quantized already"),
     (checkpoint(num_hidden_layers=None), "num_hidden_layers is None"),
-    *(
-        (indexed(DOWN, file), "names '.*', which is no name of a file in its folder")
-        for file in ("../in/part-1.safetensors", "{}/part-1.safetensors", "..")
-    ),
+    (indexed(DOWN, "../in/part-1.safetensors"), "names '.*', which is no name of a file in its f"),
     # Without an index such files are no model, so it is no remedy to remove it.
     (indexed(DOWN, None), f"holds '{DOWN}', against what .*; download the model again, or write"),
     (indexed(K0, PARTS[1]), f"part-1.safetensors' lacks '{K0}', against what"),
@@ -494,20 +421,11 @@ BAD_FOLDERS: list[tuple[Make, str]] = [
         (linked(name), f"links that lead out of it, .*: '{name} -> .*/secret'; copy what belongs")
         for name in (PARTS[0], "notes.txt")
     ),
-    (linked("vocab.json", "nowhere"), r"vocab.json' cannot be read \(No such file or dir.*; put"),
-    *(
-        (piped(name), f"{name}' is a pipe, a device or a socket, no regular file")
-        for name in ("vocab.json", PARTS[0], INDEX)
-    ),
     (
-        changed(lambda f: os.truncate(f / PARTS[1], 1000)),
-        "part-1.safetensors' is no whole safetens",
+        changed(lambda f: os.mkfifo(f / "vocab.json")),
+        "vocab.json' is a pipe, a device or a socket, no regular file",
     ),
-    (changed(lambda f: (f / PARTS[0]).replace(f / PARTS[1])), "names 'part-0.*which is not"),
-    (
-        changed(lambda f: (f / "config.json").write_text('{"model_type": "", "model_type": ""}')),
-        "config.json.model_type' is given twice",
-    ),
+    (changed(lambda f: os.truncate(f / PARTS[1], 1000)), "part-1.safetensors' is no whole safet"),
     (changed(lambda f: (f / "config.json").unlink()), "has no config.json"),
 ]
 OTHERS: list[tuple[Make, str, type[Fp8RLError], Recipe]] = [
@@ -523,20 +441,8 @@ OTHERS: list[tuple[Make, str, type[Fp8RLError], Recipe]] = [
     # Each of these names replaced the scale of layer 0, or would do so in vLLM.
     (beside("mtp.layers.0.self_attn.k_scale"), "mtp.*beside the", UnsupportedError, Recipe()),
     (
-        beside("model.layers.0.self_attn.k_proj.k_scale"),
-        "k_proj.k_scale' is stored beside",
-        UnsupportedError,
-        Recipe(),
-    ),
-    (
         beside("model.layers.0.self_attn.attn.k_scale"),
         "are both the k scale of layer 0; keep one",
-        ScaleError,
-        Recipe(),
-    ),
-    (
-        beside("model.layers.7.self_attn.k_scale"),
-        "layers.7.*' belongs to no layer of the model",
         ScaleError,
         Recipe(),
     ),
@@ -571,28 +477,21 @@ def test_a_snapshot_of_a_hub_cache(dense, tmp_path):
     exported(tmp_path / "link", tmp_path / "out")
     copy = tmp_path / "out" / "tokenizer.json"
     assert not copy.is_symlink() and copy.read_text() == "{}"
-    (snapshot / "vocab.json").symlink_to("../../refs")
-    (repository / "refs").write_text("")
-    with pytest.raises(ModelError, match="lead out of it, and not into its Hugging Face cache"):
-        plan_export(snapshot, NO_KV)
 
 
 def test_all_problems_are_named_at_once_and_the_remedies_work(tmp_path):
     """One by one they cost a run each, and pins of a part of a fused module are refused."""
     tensors = weights(DENSE, k_proj=192, gate_proj=320, up_proj=320)
     extra = {f"{name}_scale_inv": torch.ones(1) for name in tensors}
-    kept = {name: tensor for name, tensor in tensors.items() if ".0.self_attn.o_proj" not in name}
-    checkpoint = model(tmp_path / "in", kept | extra)
+    checkpoint = model(tmp_path / "in", tensors | extra)
     with pytest.raises(UnsupportedError) as caught:
         plan_export(checkpoint, Recipe())
     message = str(caught.value)
     for words in (
-        "cannot be exported, for 4 reasons: (1) ",
+        "cannot be exported, for 3 reasons: (1) ",
         f" and {len(extra) - 3} more are stored beside the weights",
         "there is no KV scale 'model.layers.0.self_attn.k_scale', ",
-        "gate_proj.weight' have 320 rows",
         "k_proj.weight' have 192 rows",
-        "has no tensor 'model.layers.0.self_attn.o_proj.weight'",
     ):
         assert words in message
     assert len(message) < 2500
@@ -612,26 +511,13 @@ def rewritten(file: Path) -> None:
         out.write(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
 
 
-def cut(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def replaced(file: Path) -> None:
-    other = file.with_name("other")
-    other.write_bytes(file.read_bytes())
-    other.replace(file)
-
-
 @pytest.mark.parametrize(
     ("change", "name", "when"),
     [
         (rewritten, "part-0.safetensors", "before"),
-        (replaced, "part-1.safetensors", "before"),
-        (cut, "part-0.safetensors", "first"),
         (rewritten, "part-1.safetensors", "first"),
+        (lambda file: os.truncate(file, 100), "config.json", "first"),
         (Path.unlink, "part-0.safetensors", "last"),
-        (replaced, "config.json", "first"),
-        (rewritten, "tokenizer.json", "last"),
     ],
 )
 def test_a_source_that_changes_is_never_a_mixture(tmp_path, change, name, when):
@@ -652,30 +538,25 @@ def test_a_source_that_changes_is_never_a_mixture(tmp_path, change, name, when):
 
 
 def test_what_is_in_the_place_stays(dense, tmp_path):
-    """A folder, a link, and the first of two exports that write there at once."""
+    """A folder, and the first of two exports that write there at once."""
     plan, ended = plan_export(dense, NO_KV), []
     (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
 
     def other(tensor: str) -> None:
         if not ended:
             ended.append(tensor)
             write_export(plan, tmp_path / "out")
 
-    for name in ("empty", "link", "out"):
+    for name in ("empty", "out"):
         out = tmp_path / name
         with pytest.raises(OptionError, match=f"'{out}' exists; give a folder that does not"):
             write_export(plan, out, progress=other)
-    with pytest.raises(OptionError, match=r"out' cannot be written \(File exists\)"):
-        write_export(plan, dense / "config.json" / "out")
     assert not any((tmp_path / "empty").iterdir())
     assert len(read(tmp_path / "out")) == len(read(dense)) + 14
-    assert (tmp_path / "out").stat().st_mode & 0o777 == dense.stat().st_mode & 0o777
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_bad_value_is_named_and_nothing_stays(tmp_path, value):
-    norm = TENSORS["model.norm.weight"].index_fill(0, torch.tensor([3]), value)
+def test_a_bad_value_is_named_and_nothing_stays(tmp_path):
+    norm = TENSORS["model.norm.weight"].index_fill(0, torch.tensor([3]), torch.nan)
     checkpoint = model(tmp_path / "in", TENSORS | {"model.norm.weight": norm})
     with pytest.raises(ModelError, match=r"'model.norm.weight' in .* has NaN or infinite values"):
         exported(checkpoint, tmp_path / "out", shard_bytes=1)
@@ -692,7 +573,6 @@ def plain(monkeypatch):
 
 
 def run(dense: Path, out: Path, *words: object):
-    """Call the command with the plugins that are installed."""
     arguments = ["export", str(dense), str(out), *map(str, words)]
     return CliRunner().invoke(cli.build_app(PluginManager()), arguments)
 
@@ -730,12 +610,10 @@ def test_the_config_of_a_run_is_a_recipe(dense, tmp_path):
     ("words", "match"),
     [
         (("--config", "x.yaml"), "not both"),
-        (("--device", "cuda:99"), r"--device cuda:99 cannot be used \(.+\); give cpu"),
         (("--device", "meta"), r"--device meta cannot be used \(.+\); give cpu"),
     ],
 )
 def test_options_are_refused_at_the_start(dense, tmp_path, words, match):
     result = run(dense, tmp_path / "out", "--recipe", "{}", *words)
     assert isinstance(result.exception, OptionError) and not result.output
-    assert re.search(match, str(result.exception))
-    assert not (tmp_path / "out").exists()
+    assert re.search(match, str(result.exception)) and not (tmp_path / "out").exists()

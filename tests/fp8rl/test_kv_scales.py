@@ -17,25 +17,20 @@ from fp8rl.kv_scales import (
     next_scales,
     parse_scale_name,
     power_of_two_scales,
-    require_one_name,
     scale_names,
     scales_from_amax,
 )
 from fp8rl.recipe import KVCache
 
 K0 = "model.layers.0.self_attn.k_scale"
-BAD = [0.0, -0.0, -1.0, math.nan, math.inf, -math.inf, 1e-45, 1e-38, 1e-16, 1e16, 3e38]
+BAD = [0.0, -1.0, math.nan, math.inf, 1e-16, 1e16]
 
 
 NO_SCALES = (
     "model.layers.0.self_attn.k_proj.weight",
-    "model.layers.x.self_attn.k_scale",
-    "layers.0.self_attn.k_scale",
     "model.layers.0.self_attn.o_scale",
-    K0 + "\n",
     "model.layers.01.self_attn.k_scale",
     "model.layers.\N{ARABIC-INDIC DIGIT ONE}.self_attn.k_scale",
-    f"model.layers.{'9' * 5000}.self_attn.k_scale",
     "mtp.layers.0.self_attn.k_scale",
     "model.language_model.layers.0.self_attn.k_scale",
     K0 + ".extra",
@@ -55,15 +50,6 @@ def test_names_are_those_of_nemo_rl():
     assert parse_scale_name(K0, wrapper) is None
 
 
-def test_two_names_of_one_scale():
-    places = [(name, parse_scale_name(name)) for name in scale_names(2)]
-    assert require_one_name(places) == {place: name for name, place in places}
-    other = "model.layers.1.self_attn.attn.k_scale"
-    message = "'model.layers.1.self_attn.k_scale' and '.*attn.k_scale' are both the k scale of la"
-    with pytest.raises(ScaleError, match=message):
-        require_one_name([*places, (other, (1, "k"))])
-
-
 POSITIVE = st.floats(2.0**-20, 2.0**20, width=32)
 
 
@@ -74,10 +60,6 @@ def test_a_scale_is_the_smallest_power_of_two_that_holds_the_amax(value, margin)
     least, ulps = Fraction(value) * Fraction(margin) / 448, Fraction(1, 2**51)
     assert least * (1 - ulps) <= Fraction(scale) < 2 * least * (1 + ulps)
     assert math.frexp(scale)[0] == 0.5
-
-
-def test_a_scale_of_any_floating_dtype_is_read():
-    assert check_scale(K0, torch.tensor([[0.25]]).bfloat16()) == check_scale(K0, 0.25) == 0.25
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -105,11 +87,16 @@ def test_values_that_are_no_scale(bad):
         (lambda: check_scale(K0, torch.ones(0)), "one value per tensor"),
         (lambda: check_scale(K0, torch.ones(2)), "one value per tensor"),
         (lambda: power_of_two_scales({"a": math.nan}), "'a' is nan"),
+        (lambda: next_scales({K0: math.nan}, torch.ones(1, 3), KVCache()), f"'{K0}' is nan"),
     ],
 )
 def test_refused(call, match):
     with pytest.raises(ScaleError, match=match):
         call()
+
+
+def one_layer(*amax: float) -> torch.Tensor:
+    return torch.tensor([amax])
 
 
 MARGINS = st.sampled_from([1.0, 1.05, 1.5, 2.0, 4.0])
@@ -121,10 +108,6 @@ def power_at_least(least: Fraction) -> Fraction:
     while power < least:
         power *= 2
     return power
-
-
-def one_layer(*amax: float) -> torch.Tensor:
-    return torch.tensor([amax])
 
 
 @given(first=POSITIVE, later=st.lists(POSITIVE, min_size=1, max_size=6), margin=MARGINS)
@@ -152,13 +135,6 @@ def test_scales_of_others_are_rounded_up_to_powers_of_two():
     assert power_of_two_scales(given) == {"a": 0.25, "b": 0.5, "c": 4.0, "d": 1.0}
 
 
-def test_a_scale_that_is_no_power_of_two_stays_until_it_grows():
-    held = dict.fromkeys(scale_names(1), 0.3)
-    found = next_scales(held, one_layer(1.0, 448.0, 135.0), KVCache(recalibrate="grow", margin=1))
-    assert found.outgrown == (K0, "model.layers.0.self_attn.v_scale")
-    assert [s.item() for s in found.scales.values()] == pytest.approx([0.3, 1.0, 0.5], rel=1e-7)
-
-
 def test_start_keeps_its_scales_and_says_what_they_clip(caplog):
     settings = KVCache(recalibrate="start")
     first = next_scales({}, one_layer(1.0, 1.0, 1.0), settings).scales
@@ -170,17 +146,6 @@ def test_start_keeps_its_scales_and_says_what_they_clip(caplog):
         found = next_scales(first, one_layer(1.0, 1.5 * edge, 1.0), settings)
     assert found == (first, (K0,))
     assert f"1 KV scales clip; for '{K0}'" in caplog.text
-
-
-@pytest.mark.parametrize("kind", ["refit", "grow", "start"])
-def test_an_amax_that_is_none_changes_nothing_in_silence(kind):
-    held = dict.fromkeys(scale_names(1), 1.0)
-    for bad in (math.nan, 0.0, -1.0):
-        with pytest.raises(ScaleError, match=f"'{K0}'"):
-            next_scales(held, one_layer(1.0, bad, 1.0), KVCache(recalibrate=kind))
-    if kind == "grow":
-        with pytest.raises(ScaleError, match=f"'{K0}' is nan"):
-            next_scales({K0: math.nan}, one_layer(1.0, 1.0, 1.0), KVCache(recalibrate=kind))
 
 
 def test_refit_follows_every_batch():

@@ -42,24 +42,35 @@ def test_without_transformer_engine_its_classes_are_not_served():
     assert "not TransformerEngine's" in facts["FP8 linears"]
 
 
-def test_doctor_finds_megatron():
-    plugins = PluginManager(discover=False)
-    plugins.register(hooks)
-    (adapter,) = plugins.engine_adapters()
-    found = adapter.diagnose()
-    assert adapter.name == "megatron"
-    assert found.installed == version("megatron-core")
-    assert found.problems == ()
+def test_a_region_without_the_norm_of_queries(monkeypatch):
+    """Megatron-LM 0.20 makes it; elsewhere nothing is changed."""
+
+    class Resolver:
+        linear_impl = "linear"
+
+        def _mla_fused_linear_or_default(self, module_spec, module_name):
+            return f"norm and {module_name}"
+
+    module = ModuleType("megatron.core.transformer.mla_qk_norm_config")
+    module.QKNormConfigResolver = Resolver  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    choose, names = "_mla_fused_linear_or_default", ("linear_q_proj", "linear_kv_up_proj")
+    with compat.without_query_norm():
+        made = [getattr(Resolver(), choose)(None, name) for name in names]
+    assert made == ["linear", "norm and linear_kv_up_proj"]
+    assert getattr(Resolver(), choose)(None, names[0]) == "norm and linear_q_proj"
+    monkeypatch.setitem(sys.modules, module.__name__, None)
+    with compat.without_query_norm():
+        pass
 
 
 @pytest.mark.parametrize(
     ("installed", "triton", "problem"),
     [
+        (version("megatron-core"), True, None),
         ("0.9.0", True, r"0\.9\.0 is untested; install .*0\.16\.1"),
         (None, True, r"install megatron-core 0\.16\.1, einops and packaging"),
-        ("0.16.1", False, None),
         ("0.19.2", False, "Triton is missing.*megatron-core 0.19.2.*install triton"),
-        ("0.19.2", True, None),
     ],
 )
 def test_doctor_names_another_version_none_and_a_missing_triton(
@@ -70,20 +81,25 @@ def test_doctor_names_another_version_none_and_a_missing_triton(
     module.__spec__ = ModuleSpec("triton", None)
     monkeypatch.setitem(sys.modules, "triton", module if triton else None)
     monkeypatch.setattr(hooks, "installed_version", lambda: installed)
-    found = hooks.diagnose()
-    assert found.installed == installed
-    told = " ".join(found.problems)
-    assert re.search(problem, told, re.S) if problem else "Triton is missing" not in told
+    plugins = PluginManager(discover=False)
+    plugins.register(hooks)
+    (adapter,) = plugins.engine_adapters()
+    found = adapter.diagnose()
+    assert (adapter.name, found.installed) == ("megatron", installed)
+    if problem is None:
+        assert found.problems == ()
+    else:
+        assert re.search(problem, " ".join(found.problems), re.S)
 
 
 def test_bridge_is_told_all_classes_of_linear_layers(monkeypatch):
     """With the head of an exact model on a CPU, or a refit would not know how to export it."""
     told = {}
-    name = "megatron.bridge.models.conversion.param_mapping"
-    parts = name.split(".")
+    parts = ["megatron", "bridge", "models", "conversion", "param_mapping"]
     for end in range(2, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
-    sys.modules[name].AutoMapping = SimpleNamespace(register_module_type=told.setdefault)
+        module = ModuleType(parts[end - 1])
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), module)
+    module.AutoMapping = SimpleNamespace(register_module_type=told.setdefault)
     register()
     assert set(told) == {cls.__name__ for cls in fp8_classes().values()} | {
         "ExactColumnParallelLinear"

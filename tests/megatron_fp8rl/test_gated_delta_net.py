@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 import delta_net_ranks
-from fp8rl import PinPolicy, Recipe
+from fp8rl import Recipe
 from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.kv_scales import next_scales, scale_name
 from fp8rl.models.spec import ModelSpec
@@ -88,34 +88,6 @@ def test_fp8_logprobs_equal_transformers_with_the_same_fake_quantization(mcore, 
     assert gap(plain, expected).mean > 2 * found.mean
 
 
-def test_the_export_in_bf16_rounds_the_norm_of_a_gated_delta_net(mcore, paths):
-    """Megatron keeps the weight less one, whose BF16 is finer than that of the weight, which the
-    rollout keeps: off by half a spacing, and no tensor is wider than BF16."""
-    model = gpt(paths["dense"], torch.bfloat16)
-    norm: Any = model.decoder.layers[0].self_attention.out_norm
-    with torch.no_grad():
-        norm.weight.normal_(std=0.25, generator=torch.Generator().manual_seed(0))
-        norm.weight[:2] = torch.tensor([2.0**-9, 3 * 2.0**-9])
-    exported = dict(export_hf(model))
-    assert all(tensor.dtype == torch.bfloat16 for tensor in exported.values())
-    sent = exported["model.layers.0.linear_attn.norm.weight"].double()
-    exact = 1 + norm.weight.detach().double()
-    assert sent[:2].tolist() == [1.0, 1 + 2.0**-7]  # a small step, and one of three times the size
-    assert 2**-10 < (sent - exact).abs().max() <= 2**-8
-
-
-def test_codes_of_in_proj_travel_where_no_rank_cuts_its_matrices(mcore, paths, caplog):
-    """Over two ranks each of q, k and v is cut, and the tensor does not tell their rows."""
-    model = gpt(paths["dense"], torch.bfloat16)
-    policy = convert_alone(model, RECIPE).policy
-    key = "model.layers.0.linear_attn.in_proj_qkv.weight"
-    for ranks, dtype in ((1, torch.float8_e4m3fn), (2, torch.bfloat16)):
-        caplog.clear()
-        wire = dict(fp8_wire(export_hf(model), policy, tensor_parallel_size=ranks))
-        assert wire[key].dtype == dtype
-        assert ("in_proj_qkv" in caplog.text) == (ranks == 2)
-
-
 def test_codes_are_the_rollouts(mcore, paths):
     model, tensors = gpt(paths["moe"], torch.bfloat16), load_tensors(paths["moe"])
     conversion = convert_alone(model, RECIPE)
@@ -135,14 +107,15 @@ def test_codes_are_the_rollouts(mcore, paths):
         found = wire[key], wire[f"{key}_scale_inv"]
         assert same_codes(found, quantize_block(tensors[key]))
     assert wire[f"{prefix}_b.weight"].dtype == torch.bfloat16
+    # Over two ranks each of q, k and v is cut, and the tensor does not tell their rows.
+    wire = dict(fp8_wire(export_hf(model), conversion.policy, tensor_parallel_size=2))
+    assert wire[f"{prefix}_qkv.weight"].dtype == torch.bfloat16
 
 
-def test_the_pins_of_both_engines_are_resolved_alike(mcore, paths):
+def test_names_are_the_rollouts(mcore, paths):
     names = ModelSpec.of(AutoConfig.from_pretrained(paths["moe"])).names
     config = gpt(paths["moe"]).config
-    ours, theirs = (PinPolicy(RECIPE.pins, each) for each in (module_names(config), names))
-    assert ours.report() == theirs.report()
-    assert ours.precision("model.layers.1.linear_attn.in_proj_a") == "bf16"
+    assert sorted(module_names(config)) == sorted(names)
     inside = module_names(config, wrapped=True)
     assert inside[0] == "model.visual" and len(inside) == 1 + len(names)
     assert "model.language_model.layers.0.linear_attn.in_proj_qkv" in inside

@@ -112,31 +112,6 @@ def test_missing_routes_and_placeholders_are_not_counted_as_replayed():
     }
 
 
-def test_recomputed_activations_replay_too_and_are_counted_once():
-    """As NeMo RL does it: routes for the forward, and the same ones again for the recomputation."""
-    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
-    plain, again = _build(), _build(**full, recompute_num_layers=1)
-    gradients = []
-    for gpt in (plain, again):
-        RouterReplay.clear_global_router_replay_instances()
-        convert_alone(gpt)
-        counter = ReplayedRoutes(gpt)
-        routers = [block.mlp.router.router_replay for block in gpt.decoder.layers]
-        for router, routes in zip(routers, _routes(), strict=True):
-            router.clear_indices()
-            router.set_target_indices(routes)
-            router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        loss = losses(gpt, tokens()).mean()
-        for router in routers:
-            router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
-        loss.backward()
-        left = {len(router.replay_backward_list) for router in routers}
-        assert left == ({1} if gpt is plain else {0})
-        gradients.append({n: p.grad for n, p in gpt.named_parameters() if p.grad is not None})
-        assert counter.metrics()["replayed_route_share"] == 1.0
-    assert all(torch.equal(gradients[1][name], g) for name, g in gradients[0].items())
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

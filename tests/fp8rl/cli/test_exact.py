@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fp8rl import PluginManager, cli, hookimpl
-from fp8rl.errors import ModelError, OptionError
-from fp8rl.first_layers import write_first_layers
+from fp8rl.errors import OptionError
 from fp8rl.plugins.adapters import Compared, Diagnosis, EngineAdapter, ExactRequest
 
 EQUAL = [Compared("model.embed_tokens", 8, 8), Compared("end to end", 2, 2)]
@@ -94,17 +93,3 @@ def test_both_engines_are_needed_and_a_text(model: Path, tmp_path: Path) -> None
     assert isinstance(result.exception, OptionError) and "install both" in str(result.exception)
     result, _, _ = run(EQUAL, str(model), "--prompts", str(tmp_path / "none"))
     assert isinstance(result.exception, OptionError) and "cannot be read" in str(result.exception)
-
-
-def test_the_first_layers_are_a_model(model: Path, tmp_path: Path) -> None:
-    out, empty = tmp_path / "out", tmp_path / "empty"
-    out.mkdir()
-    write_first_layers(model, 2, out)
-    config = json.loads((out / "config.json").read_text())
-    assert config["num_hidden_layers"] == 2 and config["layer_types"] == ["full"] * 2
-    names = ["config.json", "model.safetensors", "tokenizer.json"]
-    assert sorted(f.name for f in out.iterdir()) == names
-    with pytest.raises(ModelError, match="has no safetensors"):
-        empty.mkdir()
-        (empty / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
-        write_first_layers(empty, 1, empty)

@@ -48,20 +48,6 @@ def test_pins_takes_names_from_the_weights(tmp_path, kind):
     assert "[/red]" in result.stdout
 
 
-def test_pins_knows_the_names_of_a_mixture_by_its_config(tmp_path):
-    config = {"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 2}
-    config |= {"mlp_only_layers": [1], "decoder_sparse_step": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    result = run(engines(), "pins", str(tmp_path))
-    rows = table_rows(result.stdout)
-    assert rows["0-2"] == ("qkv_proj, o_proj, gate_up_proj, down_proj", "")
-    assert rows["3"] == ("qkv_proj, o_proj, experts", "router (always: router)")
-    recipe = '{"pins": {"names": ["*.experts.1.*"]}}'
-    result = run(engines(), "pins", str(tmp_path), "--recipe", recipe)
-    fp8, bf16 = table_rows(result.stdout)["3"]
-    assert "experts [3 of 6]" in fp8 and "experts [3 of 6] (names: *.experts.1.*)" in bf16
-
-
 MIXTURE = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 2}
 
 
@@ -71,8 +57,7 @@ def stored(header: object, data: bytes = b"", length: int | None = None) -> byte
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
 
-def row(*offsets: int) -> dict:
-    return {"a.weight": {"dtype": "F32", "shape": [1], "data_offsets": list(offsets)}}
+ROW = {"a.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
 
 
 @pytest.mark.parametrize(
@@ -81,14 +66,8 @@ def row(*offsets: int) -> dict:
         (None, None, "config.json' cannot be read (No such file or directory); give the folder of"),
         (CONFIG, "{", "config.json is not valid JSON: Expecting property name"),
         (CONFIG, b"\xff\xfe\x00", "config.json' is not UTF-8 text ('utf-8' codec"),
-        (CONFIG, "[" * 20000, "config.json is not valid JSON: it is nested too deeply"),
         (CONFIG, {}, "config.json' has no key 'num_hidden_layers'; correct it"),
         (CONFIG, {"text_config": [1]}, "config.json': the model's text_config is [1]; correct it"),
-        (
-            CONFIG,
-            {"model_type": ["x"]},
-            "config.json': the model's model_type is ['x']; correct it",
-        ),
         (
             CONFIG,
             {"text_config": {"model_type": 3}},
@@ -96,14 +75,13 @@ def row(*offsets: int) -> dict:
         ),
         *(
             (CONFIG, {"num_hidden_layers": value}, f"num_hidden_layers is {value}; correct it to")
-            for value in (0, True, None, 10**12)
+            for value in (0, True, 10**12)
         ),
         (
             CONFIG,
             {"num_hidden_layers": 2, "num_experts": 8},
             "has no weights to take its module names from",
         ),
-        (CONFIG, MIXTURE | {"num_experts": 0}, "num_experts is 0; correct it"),
         (
             CONFIG,
             MIXTURE | {"num_hidden_layers": 9000, "num_experts": 9000},
@@ -112,16 +90,11 @@ def row(*offsets: int) -> dict:
         (CONFIG, MIXTURE | {"num_local_experts": "8"}, "num_local_experts is '8'; correct it"),
         (CONFIG, MIXTURE | {"mlp_only_layers": 1}, "mlp_only_layers is 1; correct it to a list"),
         (INDEX, [], "index.json' holds a list"),
-        (INDEX, {}, "index.json' has no weight_map from tensors to files; download"),
         (INDEX, {"weight_map": {"a.weight": 3}}, "index.json' has no weight_map from tensors to"),
         (INDEX, {"weight_map": {"a.weight": "b"}}, "index.json' names 'b', which is not there"),
-        (INDEX, {"weight_map": {"a.weight": "../b"}}, "names '../b', which is no name of a file"),
-        (INDEX, '{"weight_map": {"a": "b", "a": "c"}}', "index.json.weight_map.a' is given twice"),
         (INDEX, {"weight_map": {"a.bias": INDEX}}, "' holds no weight; download the model again."),
-        (WEIGHTS, "", "model.safetensors' is no whole safetensors file ("),
         (WEIGHTS, stored({}, length=2**63), "is no whole safetensors file ("),
-        (WEIGHTS, stored(row(0, 4), b"\0" * 3), "is no whole safetensors file ("),
-        (WEIGHTS, stored({}), "' holds no weight; download the model again."),
+        (WEIGHTS, stored(ROW, b"\0" * 3), "is no whole safetensors file ("),
     ],
 )
 def test_pins_with_a_bad_model_folder(tmp_path, monkeypatch, capsys, file, content, message):
@@ -135,20 +108,6 @@ def test_pins_with_a_bad_model_folder(tmp_path, monkeypatch, capsys, file, conte
     assert (code, out) == (2, "")
     assert message in err
     assert err.startswith("Error: ") and err.count("\n") == 1 and err.count(str(tmp_path)) == 1
-
-
-def test_pins_with_a_model_that_is_no_folder(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("{}")
-    (tmp_path / "folder" / CONFIG).mkdir(parents=True)
-    for model, reason in [
-        ("file", "Not a directory"),
-        ("nowhere", "No such file or directory"),
-        ("folder", "Is a directory"),
-        ("x" * 300, "File name too long"),
-    ]:
-        code, out, err = run_main(monkeypatch, capsys, "pins", str(tmp_path / model))
-        assert (code, out) == (2, "")
-        assert f"cannot be read ({reason}); give the folder" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [(), ("model", "--layers", "2")])

@@ -6,14 +6,8 @@ import pytest
 import torch
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import (
-    BackendChoice,
-    GemmShape,
-    GroupedShape,
-    ReferenceBackend,
-    builtin_backends,
-)
-from fp8rl.gemm.table import DIRECTIONS, survey
+from fp8rl.gemm import BackendChoice, GemmShape, GroupedShape, ReferenceBackend, builtin_backends
+from fp8rl.gemm.table import DIRECTIONS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SHAPE = GemmShape(8, 16, 32)
@@ -96,29 +90,3 @@ def test_one_name_decides_for_every_product(monkeypatch):
     with pytest.raises(UnsupportedError, match="deep_gemm: not offered; scaled_mm: not offered"):
         _choice(ReferenceBackend()).pick(GPU, SHAPE, "m")
     assert _picked(_choice(ReferenceBackend(), name="reference")) == ["reference"] * 4
-
-
-def test_every_scale_format_is_asked_about():
-    class Picky(ReferenceBackend):
-        name = "picky"
-
-        def supports(self, device, shape, scale_format):
-            return "fp32 scales alone" if scale_format == "pow2" else None
-
-    offered = {b.name: b for b in (ReferenceBackend(), Picky())}
-    assert BackendChoice(offered, ["fp32"]).pick(CPU, SHAPE, "m").name == "picky"
-    both = ["fp32", "pow2"]
-    assert BackendChoice(offered, both).pick(CPU, SHAPE, "m").name == "reference"
-    with pytest.raises(UnsupportedError, match=r"serves 'm' \(8 tokens, .*picky: fp32 scales.*Pin"):
-        BackendChoice(offered, both, "picky").pick(CPU, SHAPE, "m")
-
-
-def test_doctor_lists_every_backend_and_why_it_does_not_serve_here():
-    facts = survey({b.name: b for b in (*builtin_backends(), _Ready("own"), _Single())})
-    listed = facts["GEMM backends"].split("; ")
-    assert {"reference: ready", "own: ready", "single: ready"} <= set(listed)
-    if not torch.cuda.is_available():
-        assert "scaled_mm: needs a GPU" in listed
-        assert facts["GEMM backends for grouped experts"] == (
-            "reference: ready; deep_gemm: needs a GPU; own: ready"
-        )

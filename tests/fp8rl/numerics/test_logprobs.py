@@ -54,16 +54,6 @@ def test_log_probabilities_and_gradients_are_those_of_float64(
     assert (error <= 1.01 * unit * exact.grad.abs() + 1e-6 * grad.abs().max()).all()
 
 
-def test_a_part_of_each_sequence() -> None:
-    """Upstream's packed loss gives views of some tokens, and a token may be the only one."""
-    logits, chosen = made(100, torch.bfloat16)
-    whole = row_sums(logits.contiguous(), chosen)
-    for length in (1, 5):
-        part = row_sums(logits.contiguous().narrow(1, 2, length), chosen.narrow(1, 2, length))
-        for one, other in zip(part, whole, strict=True):
-            assert torch.equal(one, other.narrow(1, 2, length))
-
-
 def test_parts_of_the_vocabulary_add_up() -> None:
     """As on ranks that share it: the largest of all, and sums over the ranks."""
     logits, chosen = made(9000, torch.bfloat16)

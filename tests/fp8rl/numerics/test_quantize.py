@@ -6,7 +6,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from itertools import cycle, product
+from collections.abc import Iterable
+from itertools import cycle, product, repeat
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -26,16 +27,8 @@ from fp8rl.numerics import (
     quantize_group,
     reference,
 )
-from support.devices import (
-    DEVICE,
-    HAS_KERNELS,
-    Device,
-    assert_same,
-    bits,
-    needs_gpu,
-    needs_kernels,
-)
-from support.shapes import DTYPES, FORMATS, HALF_GROUPS, LAYOUTS, VALUES, base, sources
+from support.devices import DEVICE, HAS_KERNELS, Device, assert_same, bits, needs_gpu, needs_kernels
+from support.shapes import DTYPES, FORMATS, LAYOUTS, VALUES, sources
 
 SIDES = [(True, True), (True, False), (False, True)]
 # (implementation, scale format); kernels convert to E4M3 natively or in software.
@@ -45,14 +38,23 @@ HAS_NATIVE = HAS_KERNELS and importlib.import_module(
 CASTS = ["native", "software"] if HAS_NATIVE else ["software"]
 
 
-def mode(cast: str, scale_format: str) -> object:
-    marks = () if cast == "reference" else needs_kernels
-    return pytest.param((cast, scale_format), id=f"{cast}-{scale_format}", marks=marks)
+MODES = [*product(("reference", *CASTS), FORMATS)]
 
 
-MODES = [mode(cast, form) for cast in ("reference", *CASTS) for form in FORMATS]
-# Values in every dtype, layouts in one each.
-CASES = [*product(VALUES, DTYPES), *zip(LAYOUTS, cycle(DTYPES), strict=False)]
+def cases(table: Iterable[str], dtypes: Iterable[torch.dtype], modes: list[tuple]) -> list:
+    """Each of the table in the next dtype, in all modes."""
+    return [
+        pytest.param(case, dtype, mode, marks=() if mode[0] == "reference" else needs_kernels)
+        for case, dtype in zip(table, dtypes, strict=False)
+        for mode in modes
+    ]
+
+
+# Values in every dtype, layouts in one each; those of the reference are torch's own matter.
+CASES = [
+    *(case for dtype in DTYPES for case in cases(VALUES, repeat(dtype), MODES)),
+    *cases(LAYOUTS, cycle(DTYPES), [MODES[0], *MODES[2:]]),
+]
 
 
 def e4m3_value(code: int) -> float:
@@ -188,31 +190,12 @@ def poisoned_outputs(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *a, **k: poison(new_empty(t, *a, **k)))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("case", "dtype"), CASES)
+@pytest.mark.parametrize(("case", "dtype", "mode"), CASES)
 def test_values_and_layouts(case, dtype, mode, monkeypatch):
     cast, scale_format = mode
     set_cast(cast, monkeypatch)
     for x in sources(case, dtype):
         check(x, case, scale_format, cast=cast)
-
-
-@needs_kernels
-@pytest.mark.usefixtures("guarded")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("columns", HALF_GROUPS)
-def test_zeros_fill_the_last_group_of_operands(columns, dtype):
-    """In codes along either dimension, as products need, whatever is in the group."""
-    _, dual = kernels()
-    x = base(dtype, (130, columns))
-    x[3, -1], x[4, -2] = torch.nan, torch.inf
-    for quantize in ("quantize_operand", "quantize_weight"):
-        actual = getattr(dual, quantize)(x.to(DEVICE), "fp32", True, True)
-        expected = getattr(Definition(), quantize)(x, "fp32", True, True)
-        for got, want in zip(actual, expected, strict=True):
-            assert_same(got, want)
-        assert actual.rowwise.codes.shape == (130, -(-columns // 128) * 128)
-        assert actual.columnwise.codes.shape == (columns, 256)
 
 
 @pytest.mark.parametrize("cast", ["reference", pytest.param("software", marks=needs_kernels)])
@@ -240,7 +223,7 @@ sizes = st.one_of(st.integers(1, 20), st.sampled_from([127, 128, 129, 200, 256, 
 special = st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 448.0, 5e-324, 1e-40, 3.4e38])
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     shape=st.tuples(sizes, sizes),
     dtype=st.sampled_from(DTYPES),
@@ -282,28 +265,6 @@ def test_dequantize(dtype, scale_format):
         assert torch.equal(dequantize(codes, scale_inv, dtype=dtype), expected)
     strided = dequantize_group(codes[::2], scale_inv[::2], dtype=dtype)
     assert torch.equal(strided, expected[::2])
-
-
-def test_every_code_decodes_to_its_value_and_survives_a_round_trip():
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)
-    for decoded in (
-        dequantize_group(codes, torch.ones(2, 1)),
-        dequantize_block(codes, torch.ones(1, 1)),
-    ):
-        np.testing.assert_array_equal(decoded.flatten().numpy(), TABLE)
-        assert (torch.signbit(decoded[decoded == 0]).tolist()) == [False, True]
-    values = torch.tensor(TABLE, dtype=torch.float32)[:, None]
-    pairs = torch.cat([values, torch.full_like(values, 448.0)], 1)  # 448: the scale is 1
-    assert quantize_group(pairs).codes.view(torch.uint8)[:, 0].tolist() == list(range(256))
-
-
-def test_the_source_is_untouched_and_stays_out_of_autograd():
-    w = torch.nn.Parameter(torch.randn(128, 256))
-    before = w.detach().clone()
-    for quantized in (quantize_block(w), quantize_group(w)):
-        assert not quantized.codes.requires_grad
-        assert not quantized.scale_inv.requires_grad
-    assert torch.equal(w, before)
 
 
 W = make((384, 512), torch.bfloat16, 5, -6, 6)

@@ -38,32 +38,22 @@ TWO = torch.ones(2, 4)
 COUNTS = torch.zeros(2, dtype=torch.int64)
 OF_KV = "of K and V must be contiguous"
 NO_OUTPUT = "need a contiguous float32 output"
-FIT_384 = "does not fit 384 rows"
 
 SOURCES: list[tuple[object, str]] = [
     (torch.zeros(2, 2, dtype=torch.float64), "float64; convert it to bfloat16"),
     (torch.zeros(2, 2, dtype=torch.int8), "int8; multiply codes by their scales"),
     (torch.zeros(2, 2).to(FP8_DTYPE), "float8_e4m3fn; multiply codes by their scales"),
-    (torch.zeros(2, 2, dtype=torch.bool), "bool; convert it"),
     (torch.zeros(2, 2).to_sparse(), "sparse tensor; make it dense"),
     (torch.zeros(2, 2).numpy(), "Cannot quantize a ndarray; give a torch.Tensor"),
-    (None, "Cannot quantize a NoneType; give a torch.Tensor"),
-    (torch.tensor(1.0), r"shape \(\)"),
 ]
 CALLS: list[tuple[Callable[[], object], str]] = [
-    *(
-        (lambda quantize=quantize, x=x: quantize(x), message)
-        for quantize in (quantize_block, quantize_group)
-        for x, message in SOURCES
-    ),
+    *((lambda x=x: quantize_block(x), message) for x, message in SOURCES),
+    (lambda: quantize_group(torch.tensor(1.0)), r"shape \(\)"),
     *(
         (lambda quantize=quantize: quantize(TWO[None]), "expected 2 dimension")
         for quantize in (quantize_block, quantize_operand, quantize_weight, quantize_swiglu)
     ),
-    *(
-        (lambda quantize=quantize: quantize(TWO.double()), r"torch\.float64")
-        for quantize in (quantize_operand, quantize_weight)
-    ),
+    (lambda: quantize_operand(TWO.double()), r"torch\.float64"),
     (
         lambda: quantize_group(TWO, scale_format="e8m0"),
         "Unknown scale_format 'e8m0'; use one of fp32, pow2",
@@ -78,7 +68,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: quantize_swiglu_grad(TWO.half(), torch.zeros(2, 8)), "of that dtype, not"),
     *(
         (lambda slots=slots: amax_into(slots, [TWO]), NO_OUTPUT)
-        for slots in (torch.zeros(2), torch.zeros(1).double(), torch.zeros(1, 1))
+        for slots in (torch.zeros(2), torch.zeros(1).double())
     ),
     (lambda: amax_into(torch.zeros(4)[::2], [TWO, TWO]), NO_OUTPUT),
     (
@@ -86,14 +76,12 @@ CALLS: list[tuple[Callable[[], object], str]] = [
         "Cannot quantize a tensor of dtype",
     ),
     (lambda: fake_quantize_int8_kv(TWO, TWO.double()), "Cannot quantize a tensor of dtype"),
-    (lambda: fake_quantize_kv(TWO, TWO, torch.ones(2).double(), COUNTS), OF_KV),
     (lambda: fake_quantize_kv(TWO, TWO, torch.ones(1), COUNTS), OF_KV),
     (lambda: fake_quantize_kv(TWO, TWO, torch.ones(2), COUNTS.int()), OF_KV),
-    (lambda: fake_quantize_kv(TWO, TWO, torch.ones(2), COUNTS.repeat(2)[::2]), OF_KV),
     (lambda: quantize_weights([W, W[:5]]), "must have one shape"),
     *(
         (lambda order=order: ExpertRows((3, 4), 1, order), "name each at most once")
-        for order in ((0, 0), (2,), (-1,))
+        for order in ((0, 0), (2,))
     ),
     *(
         (lambda rows=rows: quantize_grouped(W[:8], rows), "8 rows on cpu do not fit expert_rows")
@@ -103,9 +91,9 @@ CALLS: list[tuple[Callable[[], object], str]] = [
         lambda: ExpertRows((200, 130), 1).table(CPU),
         "aligned to 1; make ExpertRows with an alignment of",
     ),
-    *(
-        (lambda y=y: place_boundaries(y, ExpertRows((3, 200), 128)), FIT_384)
-        for y in (torch.ones(203, 4), torch.ones(384), torch.ones(4, 384).t())
+    (
+        lambda: place_boundaries(torch.ones(203, 4), ExpertRows((3, 200), 128)),
+        "does not fit 384 rows",
     ),
 ]
 
@@ -132,7 +120,6 @@ def test_nothing_is_written_where_one_of_many_is_refused() -> None:
     ("weights", "at"),
     [
         ([torch.ones(4, 4)] * 2, [0, 2]),
-        ([torch.ones(4, 4)] * 2, [-1, 0]),
         ([torch.ones(4, 4)] * 2, [0]),
         ([torch.ones(4, 4), torch.ones(4, 3)], [0, 1]),
         ([torch.ones(4, 4), torch.ones(4, 4).to(FP8_DTYPE)], [0, 1]),

@@ -7,11 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.numerics import quantize_block
-from fp8rl.training.layout import (
-    RowLayout,
-    delta_net_layout,
-    qkv_layout,
-)
+from fp8rl.training.layout import RowLayout, qkv_layout
 from support.numeric import same_codes
 
 heads = st.tuples(st.integers(1, 4), st.integers(1, 3), st.sampled_from([3, 8, 64, 128]))
@@ -64,11 +60,3 @@ def test_parts_that_lie_apart_have_the_codes_of_each_hf_tensor(width, groups):
     for name, codes in layout.by_name("mlp.gate_up_proj", quantize_block(hf)).items():
         expected = quantize_block(parts[name.removeprefix("mlp.")].flatten(0, 1))
         assert same_codes(codes, expected)
-
-
-def test_ranks_cut_each_matrix_of_a_gated_delta_net():
-    layout = delta_net_layout(96, 320)
-    assert layout.part_rows == {"in_proj_qkv": 512, "in_proj_z": 320}
-    cut = {f"in_proj_qkv ({name})": rows for name, rows in (("q", 96), ("k", 96), ("v", 320))}
-    assert layout.section_rows == {**cut, "in_proj_z": 320}
-    assert qkv_layout(4, 2, 64).section_rows == qkv_layout(4, 2, 64).part_rows

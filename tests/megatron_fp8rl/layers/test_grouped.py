@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import BackendChoice, ReferenceBackend
-from fp8rl.numerics import dequantize_group, quantize_group
 from fp8rl.training.grouped import grouped_linear
 from fp8rl.training.layout import RowLayout, gate_up_layout, plain_layout
 from fp8rl.training.linear import Call, Fp8State
-from fp8rl.training.weight_codes import KeepingCodes
 from megatron_fp8rl.layers.linear import fp8_linear
 from support.megatron import Recording, fp8_states
 
@@ -106,30 +104,6 @@ def test_results_are_those_of_each_expert_bit_for_bit(
             assert got.dtype == expected.dtype and torch.equal(got, expected)
 
 
-def test_each_expert_has_groups_of_its_own_tokens():
-    """The naive way, groups counted on through all experts, mixes tokens of two in one scale."""
-    splits, weights = (40, 130, 7), _weights(3, "none", dtype=torch.float32)
-    x, grad = torch.randn(177, IN), torch.randn(177, OUT)
-    grouped_linear(x, splits, weights, None, _state(3), fusion=False).backward(grad)
-
-    def operands(t: torch.Tensor) -> torch.Tensor:
-        return dequantize_group(*quantize_group(t.t())).double()
-
-    naive = [operands(t).split(splits, 1) for t in (grad, x)]
-    own = [[operands(run) for run in t.split(splits)] for t in (grad, x)]
-    for weight, *factors in zip(weights, *own, *naive, strict=True):
-        right, wrong = factors[0] @ factors[1].t(), factors[2] @ factors[3].t()
-        torch.testing.assert_close(weight.grad.double(), right, rtol=1e-4, atol=1e-4)
-        assert not torch.allclose(weight.grad.double(), wrong, rtol=1e-4, atol=1e-4)
-
-
-def test_experts_of_one_module_share_the_memory_of_what_autograd_wants():
-    weights = _weights(3, "ddp")
-    x = torch.randn(30, IN).bfloat16()
-    grouped_linear(x, (10, 0, 20), weights, None, _state(3), fusion=False).sum().backward()
-    assert len({w.grad.data_ptr() for w in weights}) == 1
-
-
 def test_fusion_needs_main_grads_before_anything_is_added():
     weights = _weights(2, "apex")
     del weights[1].main_grad
@@ -137,26 +111,6 @@ def test_fusion_needs_main_grads_before_anything_is_added():
     with pytest.raises(UnsupportedError, match=r"'experts\.1\.x' has gradient_accumulation_fusion"):
         y.sum().backward()
     assert torch.equal(weights[0].main_grad, torch.ones(OUT, IN).bfloat16())
-
-
-def test_a_change_of_one_expert_is_seen_while_codes_are_kept():
-    state, weights = _state(2), _weights(2, "none")
-    x = torch.randn(9, IN).bfloat16()
-
-    def run() -> torch.Tensor:
-        with torch.no_grad():
-            return grouped_linear(x, (4, 5), weights, None, state, fusion=False)
-
-    with KeepingCodes([state.codes._epoch]):
-        before = run()
-        codes = state.codes.rowwise(*weights).codes
-        assert codes.shape == (2, OUT, IN)
-        again = state.codes.rowwise(*weights).codes
-        assert again.data_ptr() == codes.data_ptr()
-        with torch.no_grad():
-            weights[1].mul_(3)
-        after = run()
-        assert torch.equal(after[:4], before[:4]) and not torch.equal(after[4:], before[4:])
 
 
 def test_a_backend_of_a_plugin_gets_all_experts_in_one_call():

@@ -16,7 +16,6 @@ from fp8rl.training.layout import RowLayout, gate_up_layout, plain_layout, qkv_l
 from fp8rl.training.linear import Fp8State
 from fp8rl.training.weight_codes import WeightCodes, WeightEpoch
 from megatron_fp8rl.layers.linear import FP8_CLASSES
-from support.megatron import Recording
 from support.numeric import relative_error
 
 pytestmark = pytest.mark.usefixtures("mcore")
@@ -136,30 +135,18 @@ def test_near_the_upstream_layer_with_bias_and_any_strides(kind):
     torch.testing.assert_close(ours.bias.grad, theirs.bias.grad)
 
 
-@pytest.mark.parametrize("value", ["inf", "nan"])
-def test_an_overflow_shows_in_its_token_and_in_the_gradient(value):
+def test_an_overflow_shows_in_its_token_and_in_the_gradient():
     module = _build("column", 256, plain_layout("w", 64))
     x = torch.randn(6, 1, 256)
-    x[2, 0, 5] = float(value)
+    x[2, 0, 5] = torch.inf
     grad = torch.randn(6, 1, 64)
-    grad[1, 0, 7] = float(value)
+    grad[1, 0, 7] = torch.nan
     y, dx, dw = _run(module, x, grad)
     assert y.isnan().all(1).tolist() == [i == 2 for i in range(6)]
     assert y.isfinite().all(1).tolist() == [i != 2 for i in range(6)]
     assert dx.isnan().all(1).tolist() == [i == 1 for i in range(6)]
     assert dw.isnan().all(0).nonzero().flatten().tolist() == [5]
     assert dw.isnan().all(1).nonzero().flatten().tolist() == [7]
-
-
-def test_only_the_gradients_asked_for_are_computed():
-    own = Recording()
-    module = _build("column", 64, plain_layout("w", 64), backends={"recording": own})
-    module(torch.randn(4, 1, 64))[0].sum().backward()
-    assert own.calls == ["fprop", "wgrad"]
-    own.calls.clear()
-    module.weight.requires_grad_(False)
-    module(torch.randn(4, 1, 64, requires_grad=True))[0].sum().backward()
-    assert own.calls == ["fprop", "dgrad"]
 
 
 @pytest.mark.parametrize(("hooked", "zero_out"), [(True, True), (True, False), (False, False)])
@@ -186,22 +173,6 @@ def test_gradient_accumulation_fusion_contract(hooked, zero_out):
     assert module.weight.grad.shape == module.weight.shape
     if zero_out:
         assert torch.equal(module.weight.grad, torch.zeros_like(module.weight))
-
-
-@pytest.mark.parametrize("mode", ["sequence_parallel", "allreduce_dgrad"])
-def test_the_communicating_paths_in_a_group_of_one(mode):
-    module = _build("column", 200, plain_layout("w", 96))
-    x, grad = torch.randn(12, 3, 200), torch.randn(12, 3, 96)
-    expected = _run(module, x, grad)
-    module.weight.grad = None
-    x = x.requires_grad_()
-    y = module._forward_impl(
-        x, module.weight, tp_group=torch.distributed.group.WORLD, **{mode: True}
-    )
-    y.backward(grad)
-    got = (y.detach().flatten(0, -2), x.grad.flatten(0, -2), module.weight.grad)
-    for a, b in zip(got, expected, strict=True):
-        assert torch.equal(a, b)
 
 
 def test_options_that_are_not_served_are_refused():

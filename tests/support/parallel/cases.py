@@ -15,30 +15,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from safetensors.torch import load_file
 
-from fp8rl.errors import CheckpointError, ScaleError
-from fp8rl.gemm import BackendChoice, builtin_backends
+from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
-from fp8rl.training.layout import plain_layout
-from fp8rl.training.linear import Call, Fp8State
-from fp8rl.training.weight_codes import WeightCodes, WeightEpoch
 from megatron_fp8rl import weight_codes_hf
-from megatron_fp8rl.export import export_hf, load_hf
+from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.kv.cache import KVCacheInTraining
 from megatron_fp8rl.kv.observers import QKVObserver
-from megatron_fp8rl.layers.linear import fp8_linear
 from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.cpu_shim import CpuShim
 from megatron_fp8rl.testing.local_spec import completed_local_spec
-from megatron_fp8rl.testing.models import build_gpt
 from support.launch import join
-from support.parallel import checkpoints as checkpoint_cases
 from support.parallel.run import (
     CPU,
     LAYERS,
@@ -48,8 +39,6 @@ from support.parallel.run import (
     VOCAB,
     Run,
     Topology,
-    build,
-    hf_config,
 )
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -143,76 +132,6 @@ def _nan_on_the_last_rank(observer: QKVObserver) -> str:
     return "no error"
 
 
-def sequence_parallel_bits(device: torch.device, backend: str) -> dict[str, Any]:
-    """One column-parallel layer: gathering codes against gathering the activations first."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    layer = ColumnParallelLinear(
-        200,
-        256,
-        config=build_gpt(hf_config(), dtype=torch.float32).config,
-        init_method=torch.nn.init.xavier_normal_,
-        bias=False,
-    ).to(device)
-    codes = WeightCodes(plain_layout("o_proj", 128), "fp32", WeightEpoch())
-    offered = {each.name: each for each in builtin_backends()}
-    backends = BackendChoice(offered, ["fp32"], backend)
-    state = Fp8State("model.layers.0.self_attn.o_proj", codes, backends, "fp32")
-    generator = torch.Generator().manual_seed(9)
-    whole = torch.randn(12, 3, 200, generator=generator).to(device)
-    grad = torch.randn(12, 3, 256, generator=generator).chunk(2, -1)[group.rank()].to(device)
-    found, sent = [], []
-    for gathered_first in (True, False):
-        layer.weight.grad = None
-        x = whole if gathered_first else whole.chunk(2)[group.rank()]
-        x = x.clone().requires_grad_()
-        call = Call(
-            state=state,
-            fusion=False,
-            training=True,
-            sequence_parallel=not gathered_first,
-            allreduce_dgrad=gathered_first,
-            tp_group=group,
-        )
-        with _counting(sent):
-            y = fp8_linear(x, layer.weight, None, call)
-        y.backward(grad)
-        dx = x.grad.chunk(2)[group.rank()] if gathered_first else x.grad
-        found.append((y.detach(), dx, layer.weight.grad))
-    same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
-    return {"same": same, "sent": sent, "tokens": len(whole) * 3 // 2}
-
-
-@contextmanager
-def _counting(sent: list[tuple[str, int]]) -> Iterator[None]:
-    """Note the dtype and the bytes of each all-gather's input."""
-    original = torch.distributed.all_gather_into_tensor
-
-    def count(output, shard, **options):
-        sent.append((str(shard.dtype), shard.numel() * shard.element_size()))
-        return original(output, shard, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "all_gather_into_tensor", count)
-        yield
-
-
-def round_trip_untied(
-    topology: Topology, weights: dict[str, torch.Tensor], device: torch.device
-) -> dict[str, Any]:
-    """Load and export with an output layer of its own, and a load that must fail everywhere."""
-    untied = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].flip(0)}
-    model = build(topology, untied, tied=False, device=device)
-    message = "no error"
-    try:
-        load_hf(
-            model, {n: t for n, t in untied.items() if n != "model.layers.3.mlp.up_proj.weight"}
-        )
-    except CheckpointError as error:
-        message = str(error)
-    exported = {name: t.cpu() for name, t in export_hf(model, vocab_size=VOCAB)}
-    return {"untied": exported, "untied_error": message}
-
-
 def not_compiled() -> AbstractContextManager[Any]:
     """Pinned layers' activation, which megatron compiles, takes minutes to be compiled."""
     return torch.compiler.set_stance("force_eager")
@@ -247,15 +166,6 @@ def main(out: Path, backends: dict[str, str | None], device_type: str) -> None:
                 expert_tensor_parallel_size=topology.expert_tp,
             )
             result = train(topology, weights[topology.kind], device)
-            if name == "tp2-sp":
-                small = "reference" if device == CPU else "triton"  # serves any width
-                result["bits"] = sequence_parallel_bits(device, small)
-            if name in ("tp2", "vpp2"):
-                result |= round_trip_untied(topology, weights["dense"], device)
-            if name == "dp2-bf16":
-                result["checkpoints"] = checkpoint_cases.both_ways(
-                    topology, weights["dense"], device, out
-                )
             parallel_state.destroy_model_parallel()
             result["backend"] = backend or "by default"
             part = out / f"{name}.{rank}.part"

@@ -139,28 +139,6 @@ def test_export_equals_one_process_bit_for_bit(ranks, weights, name):
         assert not torch.equal(tensor, both[0]["exported"][tensor_name]), tensor_name
 
 
-@pytest.mark.parametrize("name", ["tp2-sp"])
-def test_gathering_codes_equals_gathering_activations_first_bit_for_bit(ranks, name):
-    for rank in ranks.of(name):
-        bits = rank["bits"]
-        # dx is a sum over ranks either way, the other two are one product on the same codes.
-        assert bits["same"] == [True, True, True]
-        tokens = bits["tokens"]
-        assert bits["sent"] == [("torch.uint8", tokens * 200), ("torch.float32", tokens * 2 * 4)]
-
-
-@pytest.mark.parametrize("name", ["tp2", "vpp2"])
-def test_untied_head_and_a_load_that_fails_on_every_rank(ranks, weights, name):
-    head = weights["dense"]["model.embed_tokens.weight"].flip(0)
-    expected = weights["dense"] | {"lm_head.weight": head}
-    for rank in ranks.of(name):
-        assert list(rank["untied"])[-1] == "lm_head.weight"
-        assert sorted(rank["untied"]) == sorted(expected)
-        for tensor_name, tensor in rank["untied"].items():
-            assert torch.equal(tensor, expected[tensor_name].float()), tensor_name
-        assert "missing, the first is 'model.layers.3.mlp.up_proj.weight'" in rank["untied_error"]
-
-
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
 def test_trainer_codes_equal_codes_of_the_exported_weights(ranks, name, scale_format):
     """After training: 100% of the codes and scales, against the whole HF matrix on one grid."""
@@ -207,26 +185,3 @@ def test_clipped_keys_and_values_are_counted_over_all_ranks(ranks, name):
 def test_nan_on_one_rank_is_an_error_on_every_rank(ranks, name):
     for rank in ranks.of(name):
         assert rank["nan"].startswith("KV scale 'model.layers.2.self_attn.k_scale' is nan")
-
-
-@pytest.mark.parametrize("name", ["dp2-bf16"])
-@pytest.mark.parametrize("saved_with", ["from fp8", "from bf16"])
-def test_checkpoints_of_the_distributed_optimizer_load_with_and_without_the_plugin(
-    ranks, name, saved_with
-):
-    """One loaded in the other precision goes on as the run that saved it, changed over."""
-    both = ranks.of(name)
-    for rank in both:
-        found = rank["checkpoints"][saved_with]
-        for part in ("word_embeddings.weight", "linear_fc2.weight", "master ", "exp_avg "):
-            assert any(part in name for name in found["different before"])
-        assert found["different"] == []
-        assert found["found"] == found["expected"]
-        assert found["expected"] == both[0]["checkpoints"][saved_with]["expected"]
-    assert (
-        both[0]["checkpoints"]["from fp8"]["expected"]
-        != both[0]["checkpoints"]["from bf16"]["expected"]
-    )
-    keys = found["keys"]
-    assert keys == both[0]["checkpoints"]["from bf16"]["keys"]  # no trace of the plugin
-    assert sum(key.startswith("optimizer.state.") for key in keys) == 3 * len(keys) // 4

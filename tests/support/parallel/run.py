@@ -81,11 +81,10 @@ TOPOLOGIES = {
     "tp2-bf16": Topology(tp=2, sequence_parallel=True, dtype=torch.bfloat16),
     "moe-ep2": Topology(moe=True, ep=2, dist_opt=True),
     "moe-tp2": Topology(moe=True, tp=2, expert_tp=2, sequence_parallel=True),
-    "moe-tp2-ep2": Topology(moe=True, tp=2, ep=2, expert_tp=1, sequence_parallel=True),
 }
 
 
-def hf_config(tied: bool = True, moe: bool = False) -> Qwen3Config | Qwen3MoeConfig:
+def hf_config(moe: bool = False) -> Qwen3Config | Qwen3MoeConfig:
     """Every shard's rows and columns are multiples of 128 at TP=2, so codes must not change."""
     experts = {
         "moe_intermediate_size": 256,
@@ -103,7 +102,7 @@ def hf_config(tied: bool = True, moe: bool = False) -> Qwen3Config | Qwen3MoeCon
         num_key_value_heads=2,
         head_dim=128,
         max_position_embeddings=64,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=True,
         initializer_range=0.05,
         **(experts if moe else {}),
     )
@@ -150,11 +149,10 @@ def random_weights(moe: bool) -> dict[str, torch.Tensor]:
 def build(
     topology: Topology,
     weights: dict[str, torch.Tensor],
-    tied: bool = True,
     device: torch.device = CPU,
 ) -> list:
     """This rank's chunks, each wrapped for BF16 and DDP, with the given weights."""
-    config = hf_config(tied, topology.moe)
+    config = hf_config(topology.moe)
     config.vocab_size = PADDED_VOCAB
     overrides: dict[str, Any] = {
         "sequence_parallel": topology.sequence_parallel,
