@@ -11,6 +11,7 @@ from fp8rl.recipe import Pins
 from support.engine import KV_SCALE, PROMPTS, SCALES, Engine, load_tensors, same_bits
 from support.hf_reference import Reference, load_reference
 from support.lora import LORA, adapter, with_adapter
+from support.sampled import sampled
 from vllm_fp8rl.calibration import send_kv_scales
 from vllm_fp8rl.refit import refit
 
@@ -20,23 +21,12 @@ KV = dict.fromkeys(SCALES, KV_SCALE)
 
 def differences(engine: Engine, reference: Reference, request: object) -> torch.Tensor:
     """In float64, of greedy answers: vLLM on a CPU has no prompt logprobs with adapters."""
-    from vllm import SamplingParams
-
-    outputs = engine.llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in PROMPTS],
-        SamplingParams(
-            temperature=0.0, max_tokens=8, logprobs=0, detokenize=False, ignore_eos=True
-        ),
-        use_tqdm=False,
-        lora_request=request,
-    )
     found, expected = [], []
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        answer = list(output.outputs[0].token_ids)
-        entries = output.outputs[0].logprobs
-        found += [entry[token].logprob for entry, token in zip(entries, answer, strict=True)]
-        logprobs = reference.teacher_forced_logprobs(torch.tensor([prompt + answer]))[0]
-        expected += logprobs[len(prompt) - 1 :].tolist()
+    answers = sampled(engine.llm, PROMPTS, [8] * len(PROMPTS), lora_request=request)
+    for prompt, (tokens, logprobs) in zip(PROMPTS, answers, strict=True):
+        found += logprobs.tolist()
+        wanted = reference.teacher_forced_logprobs(torch.tensor([tokens]))[0]
+        expected += wanted[len(prompt) - 1 :].tolist()
     return (torch.tensor(found).double() - torch.tensor(expected).double()).abs()
 
 
@@ -69,8 +59,3 @@ def test_adapters_over_an_fp8_base(engine, other_engine, checkpoints, tmp_path):
     with pytest.raises(UnsupportedError, match="only adapters are exchanged"):
         refit(live.llm, base.items(), expect_kv_scales=False)
     assert agree(live, plain, None)
-
-
-def test_experts_with_adapters_are_refused(moe_engine, expert_checkpoints, experts_on_a_cpu):
-    with pytest.raises(UnsupportedError, match=r"mlp.experts' has LoRA, which vllm_fp8rl does not"):
-        moe_engine(expert_checkpoints["a"], Recipe(), **LORA)
