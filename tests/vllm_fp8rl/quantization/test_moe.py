@@ -16,7 +16,6 @@ from support.engine import PROMPTS as SHORT
 from support.engine import Engine, load_tensors, same_state
 from support.gaps import expected_and_floor, gap
 from support.hf_reference import load_reference
-from support.routes import RouteRecorder
 from support.teacher_forced import FACTOR, PROMPTS, near_transformers, vllm_logprobs
 from vllm_fp8rl.refit import drop_requests, refit
 
@@ -119,6 +118,29 @@ def test_pinned_experts_are_refitted_too(moe_engine, shared_engine, paths, a, b)
 PROMPT = list(range(20, 60))
 
 
+class Recorder:
+    """The experts of every token, by the function that vLLM's own capturer needs Triton for."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        # vLLM has it from 0.28 on, and experts on a CPU from 0.30 on.
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+            bind_routed_experts_capturer,
+        )
+
+        self.chosen: dict[int, list[torch.Tensor]] = {}
+        bind_routed_experts_capturer(model, self)  # type: ignore[arg-type]
+
+    def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
+        """Keep one forward's experts of one layer; vLLM's routers call it."""
+        self.chosen.setdefault(layer_id, []).append(topk_ids.to(torch.int64, copy=True))
+
+    def take(self) -> torch.Tensor:
+        """Return the experts since the last call, int64 ``[tokens, MoE layers, top-k]``."""
+        layers = [torch.cat(chosen) for _, chosen in sorted(self.chosen.items())]
+        self.chosen.clear()
+        return torch.stack(layers, dim=1)
+
+
 def chosen_by_the_gates(engine: Engine) -> torch.Tensor:
     """``[tokens, layers, top-k]``, sorted, from the logits that the gates give for a prompt."""
     logits: dict[int, list[torch.Tensor]] = {0: [], 1: []}
@@ -138,7 +160,7 @@ def chosen_by_the_gates(engine: Engine) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["experts", "experts in BF16"])
 def test_the_router_is_seen_before_and_after_a_refit(moe_engine, shared_engine, a, b, kind):
     engine = shared_engine(kind)
-    recorder = RouteRecorder(engine.model)
+    recorder = Recorder(engine.model)
     routes = []
     for tensors in (a, b, a):
         give(engine, tensors)

@@ -15,7 +15,6 @@ from fp8rl import Recipe
 from fp8rl.errors import CheckpointError, PinError, RecipeError, RefitError, UnsupportedError
 from support.copies import BLOCK_FP8, copied
 from support.engine import load_tensors, make_checkpoint
-from support.lora import LORA
 from support.mla import ON_A_CPU
 from support.tiny import make_family_checkpoint, make_mla_checkpoint, make_qwen35_checkpoint
 from vllm_fp8rl.compat import require_cpu_router
@@ -24,6 +23,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 HEAD = "model.embed_tokens.weight"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 A_LOG = "model.layers.0.linear_attn.A_log"
+LORA = {"enable_lora": True}
 PLAIN = {"kv_cache": {"dtype": "auto"}}
 MODELS: dict[str, Callable[[Path], Path]] = {
     "tied": lambda path: make_checkpoint(path, 0, tie_word_embeddings=True),
