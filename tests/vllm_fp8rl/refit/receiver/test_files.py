@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,6 @@ from safetensors.torch import save_file
 
 from fp8rl.errors import RefitError
 from fp8rl.models.folder import INDEX
-from fp8rl.weight_files import WeightFile
-from support.engine import PROMPTS
-from vllm_fp8rl.refit import refit_from_files
 from vllm_fp8rl.refit.receiver.files import read_files
 
 NAMES = ["model-1.safetensors", "model-2.safetensors"]
@@ -157,25 +154,3 @@ def test_a_change_while_files_are_read(tmp_path, change, number, after):
     CHANGES[change](folder / NAMES[number])
     with pytest.raises(RefitError, match=r"was (changed|cut off) while it was read; write under a"):
         list(tensors)
-
-
-def test_a_refit_from_a_file_that_is_rewritten(engine, checkpoints, tmp_path, monkeypatch):
-    """It would load one half of each, and report it complete."""
-    path = tmp_path / "model.safetensors"
-    path.write_bytes((checkpoints["a"] / "model.safetensors").read_bytes())
-    tokens, read = engine.greedy(PROMPTS), WeightFile.read
-
-    def rewritten(file: object) -> Iterator[tuple[str, torch.Tensor]]:
-        for number, item in enumerate(read(file)):
-            if number == 9:
-                path.write_bytes((checkpoints["b"] / "model.safetensors").read_bytes())
-            yield item
-
-    with monkeypatch.context() as patch:
-        patch.setattr(WeightFile, "read", rewritten)
-        patch.setattr("vllm_fp8rl.refit.receiver.worker.BATCH_BYTES", 1 << 18)
-        with pytest.raises(RefitError, match=rf"'{path}' was changed while it was read"):
-            refit_from_files(engine.llm, str(path), expect_kv_scales=False)
-    engine.refuses(RefitError, "half-updated")
-    refit_from_files(engine.llm, str(checkpoints["a"]), expect_kv_scales=False)
-    assert engine.greedy(PROMPTS) == tokens
