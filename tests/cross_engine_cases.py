@@ -63,11 +63,9 @@ class Case:
 
     @property
     def pins(self) -> dict[str, Any]:
-        if not self.latent:
-            return PINS
         # Megatron's local layers split the rows to the latents over ranks, the rollout does not.
-        kinds = ["a_proj"] if self.tp > 1 else []
-        return PINS | {"fp8": ["*.kv_b_proj"], "kinds": kinds}
+        latent = {"fp8": ["*.kv_b_proj"], "kinds": ["a_proj"]}
+        return PINS | latent if self.latent else PINS
 
 
 def hf_config(case: Case) -> Qwen3Config | DeepseekV3Config:
@@ -156,14 +154,17 @@ def fused(found: Mapping[str, Quantized]) -> Quantized:
 
 def differing(conversion: Conversion, model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     """Per FP8 module of the trainer: codes and scales compared, and how many are not equal."""
-    counts = {}
-    for name, module in conversion.modules.items():
-        live, held = model.get_submodule(name), fused(weight_codes_hf(module))
-        codes, scales = live.weight.view(torch.uint8), live.weight_scale_inv
-        assert codes.shape == held.codes.shape and scales.shape == held.scale_inv.shape, name
-        wrong = (codes != held.codes).sum() + (scales != held.scale_inv).sum()
-        counts[name] = (codes.numel() + scales.numel(), int(wrong))
-    return counts
+    return {
+        name: different(model.get_submodule(name), fused(weight_codes_hf(module)))
+        for name, module in conversion.modules.items()
+    }
+
+
+def different(live: Any, held: Quantized) -> tuple[int, int]:
+    codes, scales = live.weight.view(torch.uint8), live.weight_scale_inv
+    assert codes.shape == held.codes.shape and scales.shape == held.scale_inv.shape
+    wrong = (codes != held.codes).sum() + (scales != held.scale_inv).sum()
+    return codes.numel() + scales.numel(), int(wrong)
 
 
 def wrong_products(case: Case, conversion: Conversion, model: torch.nn.Module) -> list[str]:
@@ -196,9 +197,8 @@ def in_torch(
     weights: Mapping[str, torch.Tensor],
     scales: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """What differs in a model of transformers with these weights that torch trains: pins; codes
-    from the rollout's, also after a refit with its tensors; products and gradients from
-    Megatron's."""
+    """What differs in a model of transformers that torch trains: pins, KV scales, and codes from
+    the rollout's after a refit with its tensors."""
     model = AutoModelForCausalLM.from_config(hf_config(case))
     model.load_state_dict(weights, strict=False)
     other = convert_torch(model, recipe)
@@ -208,42 +208,16 @@ def in_torch(
         model(torch.arange(LENGTH).unsqueeze(0))
     observer.close()
     found = observer.scales(margin=1.05)
-    wrong = []
-    for name, module in other.modules.items():
-        live, held = engine.get_submodule(name), fused(module.codes_by_name())
-        if not torch.equal(live.weight.view(torch.uint8), held.codes):
-            wrong.append(f"{name}: codes")
-        if not torch.equal(live.weight_scale_inv, held.scale_inv):
-            wrong.append(f"{name}: scales")
-        megatron: Any = conversion.modules[name]
-        layout = megatron.fp8_state.codes.layout
-        parts = [f"{name.rpartition('.')[0]}.{part}" for part in layout.parts]
-        linears = [model.get_submodule(part) for part in parts]
-        torch.manual_seed(7)
-        x = torch.randn(5, linears[0].in_features)
-        grad = torch.randn(5, layout.rows)
-        inputs = [x.clone().requires_grad_() for _ in range(2)]
-        y = torch.cat([linear(inputs[0]) for linear in linears], -1)
-        expected = layout.to_hf(megatron._forward_impl(inputs[1], megatron.weight), -1)
-        y.backward(grad)
-        expected.backward(grad)
-        dw = torch.cat([linear.weight.grad for linear in linears])
-        alike = {
-            "y": torch.equal(y, expected),
-            "dw": torch.equal(dw, layout.to_hf(megatron.weight.grad)),
-            # Whole blocks stay in Megatron's order there, which is that of the sum.
-            "dx": torch.allclose(inputs[0].grad, inputs[1].grad, rtol=1e-4, atol=1e-4)
-            if layout.in_place
-            else torch.equal(inputs[0].grad, inputs[1].grad),
-        }
-        wrong += [f"{name}: {what}" for what, same in alike.items() if not same]
-        megatron.weight.grad = None
+    counts = {
+        name: different(engine.get_submodule(name), fused(module.codes_by_name()))[1]
+        for name, module in other.modules.items()
+    }
     return {
         "error": error,
         "scales": [name for name, scale in scales.items() if found[name] != scale],
         "modules": sorted(other.modules),
         "table": [(row.name, row.precision, row.reason) for row in other.policy.report()],
-        "wrong": wrong,
+        "wrong": [name for name, count in counts.items() if count],
     }
 
 

@@ -16,11 +16,9 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from safetensors.torch import load_file
 from transformers import DynamicCache, PreTrainedModel
 
 from fp8rl import PinPolicy, Recipe
-from fp8rl.export import wire_scale_name
 from fp8rl.kv_scales import scale_name
 from fp8rl.models.families import EXPERTS, Experts
 from fp8rl.models.spec import ModelSpec
@@ -108,45 +106,6 @@ def load_reference(
     return Reference(model, kv_scales)
 
 
-def load_exported(
-    path: str | os.PathLike[str], recipe: Recipe, *, attention: Attention = "eager"
-) -> Reference:
-    """Load a block-FP8 checkpoint by its files alone, in float32 on the CPU.
-
-    Modules with stored scales run in FP8, whatever the pins of the recipe.
-
-    Args:
-        path: folder with E4M3 weights and their ``weight_scale_inv``; KV scales of it are applied.
-        recipe: formats of activations.
-        attention: attention implementation of transformers.
-    """
-    folder = Path(path)
-    stored = {
-        name: tensor
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
-    kv_scales = {
-        wire: stored.pop(name).item() for name in list(stored) if (wire := wire_scale_name(name))
-    }
-    fp8 = {name.removesuffix("_scale_inv") for name in stored if name.endswith("_scale_inv")}
-    for name in fp8:
-        stored[name] = dequantize_block(stored[name], stored.pop(f"{name}_scale_inv"))
-    kind, config = _model_class(folder)
-    del config.quantization_config  # transformers would need a GPU for it
-    model = kind.from_pretrained(
-        None, config=config, state_dict=stored, dtype=torch.float32, attn_implementation=attention
-    )
-    model.eval()
-    experts = ModelSpec.of(config).family.experts or EXPERTS
-    for name, module in list(model.named_modules()):
-        if isinstance(module, torch.nn.Linear) and f"{name}.weight" in fp8:
-            _fake_quantize_inputs(module, recipe)
-        elif _holds_experts(module) and f"{_first_matrix(name, experts)}.weight" in fp8:
-            model.set_submodule(name, _FakeQuantExperts(module, recipe, quantize_weights=False))
-    return Reference(model, kv_scales or None)
-
-
 def _model_class(folder: Path) -> tuple[Any, Any]:
     """Return transformers' class of a checkpoint's model, and its config.
 
@@ -197,12 +156,8 @@ def _fake_quantize_tensor(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 def _fake_quantize(linear: torch.nn.Linear, recipe: Recipe) -> None:
     codes, scale_inv = quantize_block(linear.weight.data, BLOCK, recipe.weights.scale_format)
-    linear.weight.data = dequantize_block(codes, scale_inv, dtype=linear.weight.dtype)
-    _fake_quantize_inputs(linear, recipe)
-
-
-def _fake_quantize_inputs(linear: torch.nn.Linear, recipe: Recipe) -> None:
     dtype = linear.weight.dtype
+    linear.weight.data = dequantize_block(codes, scale_inv, dtype=dtype)
     group_format: ScaleFormat = recipe.activations.scale_format
 
     def fake_quantize_input(
@@ -221,14 +176,12 @@ class _FakeQuantExperts(torch.nn.Module):
     product of gate and up. In earlier releases experts are ordinary linear layers.
     """
 
-    def __init__(self, experts: Any, recipe: Recipe, *, quantize_weights: bool = True) -> None:
+    def __init__(self, experts: Any, recipe: Recipe) -> None:
         super().__init__()
         self._act = experts.act_fn
         self._format: ScaleFormat = recipe.activations.scale_format
 
         def fake_quantized(matrix: torch.Tensor) -> torch.Tensor:
-            if not quantize_weights:
-                return matrix
             codes, scale_inv = quantize_block(matrix, BLOCK, recipe.weights.scale_format)
             return dequantize_block(codes, scale_inv, dtype=matrix.dtype)
 

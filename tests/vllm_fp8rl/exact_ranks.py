@@ -26,10 +26,9 @@ SCALES = {name: torch.tensor(2.0**-6) for name in scale_names(2, ("k", "v"))}
 
 def rollout(folder: Path, recipe: Recipe) -> None:
     """Sample batches of several sizes, over chunked and cached prompts, after a refit."""
-    from vllm import SamplingParams
-
     from support.engine import start_engine
     from support.processes import fork_engines
+    from support.sampled import sampled
     from vllm_fp8rl.refit import refit
 
     fork_engines()
@@ -47,15 +46,9 @@ def rollout(folder: Path, recipe: Recipe) -> None:
     refit(engine.llm, chain(tensors.items(), scales.items()), expect_kv_scales=bool(scales))
     torch.manual_seed(0)
     prompts = [torch.randint(2, 512, (n,)).tolist() for n in (60, 7, 33, 50, 1)]
-    sampling = SamplingParams(max_tokens=12, ignore_eos=True, detokenize=False, logprobs=0)
     found = []
     for batch in (prompts, prompts[:1], prompts[1:3]):
-        inputs: Any = [{"prompt_token_ids": prompt} for prompt in batch]
-        for output in engine.llm.generate(inputs, sampling, use_tqdm=False):
-            (answer,) = output.outputs
-            chosen = zip(answer.logprobs, answer.token_ids, strict=True)
-            logprobs = torch.tensor([of[token].logprob for of, token in chosen])
-            found.append(([*output.prompt_token_ids, *answer.token_ids], logprobs))
+        found += sampled(engine.llm, batch, [12] * len(batch), temperature=1.0)
     torch.save(found, folder / "samples.pt")
     engine.llm.llm_engine.engine_core.shutdown()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +10,7 @@ import torch
 
 from fp8rl.errors import UnsupportedError
 from support.mixed_batch import BATCHES, Batch, load_flash
-from vllm_fp8rl.attention.exact import ExactAttention
 from vllm_fp8rl.attention.split_batch import split_batch
-from vllm_fp8rl.engine.guard import RefitGuard
-from vllm_fp8rl.quantization.kv_cache import Fp8RLKVCacheMethod
 
 
 @pytest.fixture(scope="module")
@@ -71,50 +67,3 @@ def test_an_exact_engine_never_attends_with_queries_in_fp8(flash):
     batch = Batch(BATCHES["decodes and prompts"], size=64)
     with pytest.raises(UnsupportedError, match="exact computes decodes and prompts apart, and a"):
         batch.attend(flash, splits=False, exact=True)
-
-
-def test_a_wake_up_brings_back_what_an_exact_layer_keeps_beside_its_buffers(flash):
-    """A level-2 sleep discards the memory in which layers are built."""
-    kept = object.__new__(ExactAttention)
-    kept._paged = SimpleNamespace(ones_like_codes=lambda codes: torch.full_like(codes, 129))
-    kept._ones = torch.zeros(32, 16, dtype=torch.uint8)
-    ones = kept._ones
-    layer = torch.nn.Module()
-    layer.impl = Batch(BATCHES["decodes"], size=64)._impl(flash.Fp8RLFlashImpl)
-    layer.quant_method = object.__new__(Fp8RLKVCacheMethod)
-    layer.layer_name = "model.layers.0.self_attn.attn"
-    layer.quant_method.state = SimpleNamespace(kv_scales={})
-    layer.quant_method.restore(layer)  # without exact there is nothing
-    layer.impl.exact_attention = kept
-    guard = RefitGuard({layer.layer_name: layer})
-    guard.sleep(["weights"], {})
-    guard.wake(None)
-    guard.check()
-    assert kept._ones is ones and (ones == 129).all()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "changes", "expected"),
-    [
-        ("fp8_e4m3", {}, True),
-        ("auto", {}, False),
-        ("auto", {"exact": True}, True),
-        ("int8_per_token_head", {"exact": True}, False),
-        ("fp8_e4m3", {"kv_sharing_fast_prefill": True}, False),
-        ("fp8_e4m3", {"speculative_config": object()}, False),
-        ("fp8_e4m3", {"name": "fp8"}, False),
-    ],
-)
-def test_engines_whose_batches_are_split(flash, dtype, changes, expected):
-    given = changes.get
-    recipe = SimpleNamespace(exact=given("exact", False))
-    quantization = SimpleNamespace(
-        get_name=lambda: given("name", "fp8rl"), resolve=lambda: SimpleNamespace(recipe=recipe)
-    )
-    shared = given("kv_sharing_fast_prefill", False)
-    engine = SimpleNamespace(
-        quant_config=quantization,
-        cache_config=SimpleNamespace(cache_dtype=dtype, kv_sharing_fast_prefill=shared),
-        speculative_config=given("speculative_config"),
-    )
-    assert flash._splits_batches(engine) is expected

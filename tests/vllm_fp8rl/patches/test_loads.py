@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-import re
-
 import pytest
 import torch
-from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import (  # as frameworks do, before an engine starts
     finalize_layerwise_reload,
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
 
-from fp8rl.errors import RefitError, ScaleError, UnsupportedError
+from fp8rl.errors import RefitError
 from support.engine import PROMPTS, SCALES
-from vllm_fp8rl.kv.scales import fp8_layers
+from support.reloads import layerwise, reload
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
 
 pytestmark = pytest.mark.usefixtures("restored")
 NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
-K0 = "model.layers.0.self_attn.k_scale"
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 CLOSED = (RefitError, "half-updated: a load broke off.*refit the engine")
 
@@ -29,23 +24,6 @@ CLOSED = (RefitError, "half-updated: a load broke off.*refit the engine")
 def plain(engine, tensors):
     """As NeMo RL and others, with nobody to say that all has come."""
     engine.model.load_weights(tensors)
-
-
-def reload(engine, tensors=None, **arguments):
-    if tensors is not None:
-        arguments["weights_iterator"] = tensors
-    engine.llm.collective_rpc("reload_weights", kwargs=arguments)
-
-
-def layerwise(engine, loads):
-    """As prime-rl and SkyRL, around several ``load_weights``."""
-    config = engine.llm.llm_engine.vllm_config
-    device = next(engine.model.parameters()).device
-    with torch.device(device), set_current_vllm_config(config):
-        initialize_layerwise_reload(engine.model)
-        for tensors in loads:
-            engine.model.load_weights(tensors)
-        finalize_layerwise_reload(engine.model, config.model_config)
 
 
 def serves(engine, expected):
@@ -144,54 +122,6 @@ def test_what_changes_nothing(engine, b, tokens, arguments, message):
     assert engine.greedy(PROMPTS) == tokens["a"]
 
 
-NAMES = {"projection": UP, "norm": NORM, "vocabulary": "model.embed_tokens.weight", "scale": K0}
-ODD = {
-    "0-dim": lambda t: torch.tensor(1.0),
-    "rank 1 more": lambda t: t[None],
-    "no element": lambda t: t[:0],
-    "bool": lambda t: t.bool(),
-    "complex": lambda t: t.to(torch.complex64),
-    "int64": lambda t: t.long(),
-    "uint8": lambda t: t.to(torch.uint8),
-    "float8_e5m2": lambda t: t.to(torch.float8_e5m2),
-    "float8_e4m3fn": lambda t: t.to(torch.float8_e4m3fn),
-    "float64": lambda t: t.double(),
-    "meta": lambda t: t.to("meta"),
-    "sparse": lambda t: t.to_sparse(),
-    "nested": lambda t: torch.nested.nested_tensor([t, t]),
-    "lazy": lambda t: torch.nn.UninitializedParameter(),
-    "None": lambda t: None,
-    "freed": lambda t: freed(t.clone()),
-}
-TAKEN = {  # one element for a scale, in any shape; FP8 codes for a projection
-    *(
-        (odd, "scale")
-        for odd in ("0-dim", "rank 1 more", "float64", "float8_e5m2", "float8_e4m3fn")
-    ),
-    ("float8_e4m3fn", "projection"),
-}
-
-
-def freed(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
-def test_odd_tensors_are_refused_in_a_sentence(engine, a, tokens):
-    """vLLM's loaders cast an integer, a bool or a complex number to a norm's dtype in silence."""
-    kinds = itertools.cycle((list, iter, iter))
-    for (what, name), (odd, change) in itertools.product(NAMES.items(), ODD.items()):
-        if (odd, what) in TAKEN:
-            continue
-        tensor = change((a | SCALES)[name])
-        with pytest.raises((RefitError, ScaleError, UnsupportedError)) as error:
-            engine.model.load_weights(next(kinds)([(name, tensor)]))
-        message = str(error.value)
-        assert re.fullmatch(r".*(send|yield).*[.]", message), message
-    assert engine.greedy(PROMPTS) == tokens["a"]
-
-
 def test_from_the_last_folder_again(engine, checkpoints, a, b, tokens):
     reload(engine, weights_path=str(checkpoints["b"]))
     reload(engine, a.items())
@@ -201,15 +131,6 @@ def test_from_the_last_folder_again(engine, checkpoints, a, b, tokens):
     reload(engine, weights_path=str(checkpoints["a"]))
 
 
-def test_names_that_vllm_skips_or_maps_are_taken(engine, b, tokens):
-    extra = b | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32)}
-    for name, scale in SCALES.items():
-        layer, leaf = name.rsplit(".", 1)
-        extra[f"{layer}.{leaf[0]}_proj.{leaf}"] = scale
-    reload(engine, iter(extra.items()))
-    assert serves(engine, tokens["b"])
-
-
 def test_some_kv_scales_but_not_all(engine, a, tokens):
     name = "model.layers.0.self_attn.k_proj.k_scale"  # in another's spelling
     with pytest.raises(RefitError, match=f"reload_weights lacks {len(SCALES) - 1} .*_scale"):
@@ -217,14 +138,6 @@ def test_some_kv_scales_but_not_all(engine, a, tokens):
     engine.refuses(Exception, r"KV scale '.*' was never loaded")
     reload(engine, iter((a | SCALES).items()))
     assert serves(engine, tokens["a"])
-
-
-def test_an_engine_without_a_checkpoint_names_the_remedy(engine, monkeypatch, tokens):
-    config = engine.llm.llm_engine.vllm_config.load_config
-    monkeypatch.setattr(config, "load_format", "dummy")
-    with pytest.raises(UnsupportedError, match=r"load_format='dummy'.*vllm_fp8rl\.refit\.refit"):
-        reload(engine)
-    assert engine.greedy(PROMPTS) == tokens["a"]
 
 
 def test_a_layerwise_reload_whose_sender_died_is_begun_again(engine, a, b, tokens):
@@ -254,36 +167,3 @@ def test_a_first_tensor_that_is_partly_written_closes_the_model(engine, a, kind)
     with pytest.raises((RefitError, RuntimeError)):
         engine.model.load_weights(kind([(QKV, 2 * torch.cat(parts)[:-8])]))
     engine.refuses(*CLOSED)
-
-
-def test_a_kv_scale_of_a_load_that_breaks_off_is_whole(engine, a):
-    """The number that attention is given and the tensor that it reads must be the same."""
-    with pytest.raises(Exception, match=r"\w"):
-        engine.model.load_weights([(K0, torch.tensor([0.2])), (UP, torch.ones(3))])
-    engine.model.load_weights(list(a.items()))
-    engine.llm.reset_prefix_cache()
-    engine.greedy(PROMPTS)
-    layer, scales = next(iter(fp8_layers(engine.model)))
-    assert float(layer._k_scale) == float(layer.k_scale) == pytest.approx(scales.values["k"])
-
-
-def break_off(model, tensors):
-    with pytest.raises(Exception, match=r"\w"):
-        model.load_weights(iter([*list(tensors)[:5], ("norm.weight", torch.ones(3))]))
-
-
-@pytest.mark.parametrize("broken", ["the part", "the whole"])
-def test_a_part_does_not_open_a_model_whose_load_broke_off(engine, a, broken):
-    """All tensors have to come again, by their names in the whole model."""
-    inner = [(n.removeprefix("model."), t) for n, t in a.items() if n.startswith("model.")]
-    if broken == "the part":
-        break_off(engine.model.model, inner)
-    else:
-        break_off(engine.model, reversed(a.items()))
-    engine.model.model.load_weights(inner)
-    engine.refuses(*CLOSED)
-    *most, last = a.items()
-    engine.model.load_weights(most)
-    engine.refuses(*CLOSED)
-    engine.model.load_weights([last])
-    require_ready(engine.llm)

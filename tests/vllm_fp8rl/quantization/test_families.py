@@ -178,13 +178,6 @@ def with_grouped_router(engine: Engine) -> None:
 
 
 @needs_experts
-def test_a_router_that_fails_on_a_cpu_is_refused(moe_engine, tmp_path):
-    path = make_family_checkpoint(tmp_path, 0, "minimax_m2")
-    with pytest.raises(UnsupportedError, match="no sigmoid without groups, which 'minimax_m2'"):
-        moe_engine(path, PLAIN)
-
-
-@needs_experts
 @pytest.mark.parametrize("kind", quick(EXPERTS, QUICK_EXPERTS))
 def test_equals_transformers_through_refits(kind, moe_engine, tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "check_cpu_scoring", lambda spec: None)

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import set_current_vllm_config
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_name
-from support.engine import SCALES, Engine, set_threads
+from support.engine import SCALES, Engine
 from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
-from vllm_fp8rl.engine.guard import require_known_caches
 from vllm_fp8rl.kv.scales import kv_scale_state, missing_kv_scales, set_kv_scales
-from vllm_fp8rl.quantization.checks import _check_kv_cache, check_scale_source, check_speculation
+from vllm_fp8rl.quantization.checks import check_scale_source, check_speculation
 from vllm_fp8rl.refit import drop_requests, refit
 
 K0, V0 = (scale_name(0, role) for role in ("k", "v"))
@@ -104,89 +102,30 @@ def test_without_an_fp8_cache_there_is_nothing_to_scale(shared_engine):
     assert len(plain.greedy(PROMPTS)) == len(PROMPTS)
 
 
-def unnumbered(engine: Engine, name: str) -> None:
-    """Build an attention layer of this name beside those of an engine."""
-    backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
-    layer = SimpleNamespace(layer_name=name, kv_cache_dtype="fp8", attn_backend=backend)
-    with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
-        engine.model.model.layers[0].self_attn.attn.quant_method.create_weights(layer)
-
-
-def skips(layers: list[str]) -> None:
-    """Check the settings of an INT8 cache, which a CPU does not have."""
-    recipe = Recipe.from_dict({"kv_cache": {"dtype": "int8_per_token_head"}})
-    cache: Any = SimpleNamespace(
-        cache_dtype=recipe.kv_cache.dtype, kv_cache_dtype_skip_layers=layers
-    )
-    _check_kv_cache(recipe, cache, torch.bfloat16)
-
-
-def foreign(engine: Engine, dtype: str) -> None:
-    """Check an engine with a layer that the quantization never saw; no served model builds one."""
-    layers = dict(engine.llm.llm_engine.vllm_config.compilation_config.static_forward_context)
-    other: Any = SimpleNamespace(kv_cache_dtype=dtype, quant_method=None)
-    require_known_caches({**layers, "draft.0.attn": other})
-
-
-def speculates(dtype: str, method: str) -> None:
-    check_speculation(dtype, SimpleNamespace(method=method))
+def drafts(method: str) -> SimpleNamespace:
+    return SimpleNamespace(method=method)
 
 
 @pytest.mark.parametrize(
     ("check", "message"),
     [
-        (lambda engine: unnumbered(engine, "pooler.attn"), r"'pooler\.attn' has no number.*'auto'"),
-        (lambda _: skips(["0"]), r"skip_layers=\['0'\].*pages of two sizes"),
-        (lambda _: skips([]), None),
-        (lambda engine: foreign(engine, "fp8_e4m3"), r"'draft\.0\.attn' \(SimpleNames.* has a KV"),
-        (lambda engine: foreign(engine, "auto"), None),
         (
-            lambda _: check_scale_source(SimpleNamespace(calculate_kv_scales=True)),
+            lambda: check_scale_source(SimpleNamespace(calculate_kv_scales=True)),
             r"calculate_kv_scales.*calibrate_kv_scales",
         ),
-        (lambda _: check_scale_source(SimpleNamespace()), None),  # vLLM 0.32
         (
-            lambda _: speculates("fp8_e4m3", "draft_model"),
+            lambda: check_speculation("fp8_e4m3", drafts("draft_model")),
             r"'draft_model', .* without scales .*'fp8_e4m3'; se.*take the method 'ngram', w",
         ),
-        (lambda _: speculates("int8_per_token_head", "of a later release"), "'of a later release'"),
-        (lambda _: speculates("auto", "draft_model"), None),
-        (lambda _: speculates("fp8_e4m3", "ngram"), None),
+        (
+            lambda: check_speculation("int8_per_token_head", drafts("of a later release")),
+            "'of a later release'",
+        ),
     ],
 )
-def test_caches_without_right_scales_are_refused(engine, check, message):
-    if message is None:
-        check(engine)
-        return
+def test_caches_without_right_scales_are_refused(check, message):
     with pytest.raises(UnsupportedError, match=message):
-        check(engine)
-
-
-def test_a_draft_model_beside_an_fp8_cache_is_refused(checkpoints, other_engine):
-    """Its layers had a cache at scale 1.0, and a draft equal to the target was accepted by 76%."""
-    draft = {"model": str(checkpoints["a"]), "method": "draft_model", "num_speculative_tokens": 2}
-    with pytest.raises(UnsupportedError, match=r"'draft_model', .* without scales"):
-        other_engine(checkpoints["a"], Recipe(), speculative_config=draft)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """The proposer of drafts leaves as many threads as there are cores to the engines after it."""
-    yield
-    set_threads(1)
-
-
-@pytest.mark.slow  # numba compiles the proposer for 10 s
-@pytest.mark.usefixtures("one_thread")
-def test_drafts_from_the_prompt_give_the_tokens_of_an_engine_without(
-    checkpoints, engine, other_engine
-):
-    """It has no layers of its own, and is what the refusal of a draft model names."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    speculating = other_engine(
-        checkpoints["a"], Recipe(), speculative_config=drafts, disable_log_stats=False
-    )
-    prompts = [[7, 8, 9] * 4, [20, 21] * 5]
-    assert speculating.greedy(prompts, 24) == engine.greedy(prompts, 24)
-    drafted = "vllm:spec_decode_num_draft_tokens"
-    assert next(each.value for each in speculating.llm.get_metrics() if each.name == drafted) > 0
+        check()
+    check_scale_source(SimpleNamespace())  # vLLM 0.32
+    for dtype, method in (("auto", "draft_model"), ("fp8_e4m3", "ngram")):
+        check_speculation(dtype, drafts(method))

@@ -12,13 +12,13 @@ import pytest
 import torch
 from vllm.model_executor.layers.attention import MLAAttention
 
-from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.models.spec import ModelSpec
 from support.engine import Engine, load_tensors
 from support.gaps import gap
 from support.hf_reference import load_reference
 from support.mla import ALL, ON_A_CPU, PUBLISHED, RECIPE, SHAPES
+from support.sampled import sampled
 from support.teacher_forced import FACTOR, PROMPTS, near_transformers
 from support.tiny import make_mla_checkpoint
 from vllm_fp8rl.engine.rank_state import state_of
@@ -68,20 +68,8 @@ def case(
 
 def decoded(engine: Engine) -> tuple[list[list[int]], torch.Tensor]:
     """Prompts with eight tokens that the engine added, and its logprobs of these."""
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, detokenize=False
-    )
-    outputs = engine.llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in SOME], sampling, use_tqdm=False
-    )
-    chosen = [output.outputs[0] for output in outputs]
-    logprobs = [
-        each.logprobs[i][token].logprob for each in chosen for i, token in enumerate(each.token_ids)
-    ]
-    whole = [prompt + list(each.token_ids) for prompt, each in zip(SOME, chosen, strict=True)]
-    return whole, torch.tensor(logprobs)
+    found = sampled(engine.llm, SOME, [8] * len(SOME))
+    return [tokens for tokens, _ in found], torch.cat([logprobs for _, logprobs in found])
 
 
 def test_equals_transformers_after_a_refit(case):
@@ -120,15 +108,6 @@ def test_a_refit_after_a_sleep_that_lost_the_weights(case):
     case.engine.refuses(RefitError, "discarded")
     case.give("b")
     assert case.engine.greedy(PROMPTS[:8]) == said
-
-
-@pytest.mark.usefixtures("experts_on_a_cpu")
-def test_engines_that_are_refused(moe_engine, tmp_path):
-    path = make_mla_checkpoint(tmp_path / "a", 0, num_hidden_layers=2)
-    with pytest.raises(UnsupportedError, match="absorbed query with one scale that no trainer"):
-        moe_engine(path, Recipe(), **ON_A_CPU)
-    with pytest.raises(UnsupportedError, match=r"custom_ops': \['-rotary_embedding'\]"):
-        moe_engine(path, RECIPE)
 
 
 def layer(**changes: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,18 +18,17 @@ from fp8rl import Recipe
 from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import FP8_DTYPE
 from fp8rl.recipe import KVCache
+from support.copies import with_fused_experts
 from support.engine import Engine, load_tensors, same_bits, same_state
 from support.hf_reference import load_reference
 from support.towers import TEXT_ONLY, keep_towers
 
 pytest.importorskip("transformers.models.qwen3_5_moe", reason="transformers has no Qwen3.5")
-from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
 from support import teacher_forced
 from support.gaps import Gap, gap, observed_kv_scales
 from support.gated_delta_net import compute_in_float32, token_by_token
 from support.tiny import make_qwen3_vl_checkpoint, make_qwen35_checkpoint
-from vllm_fp8rl.calibration import calibrate_kv_scales
 from vllm_fp8rl.compat import installed_version
 from vllm_fp8rl.refit import refit
 
@@ -45,31 +43,13 @@ SCALE_NAMES = {scale_name(ATTENTION, role) for role in ("k", "v")}
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two checkpoints of each shape: dense as text alone, and experts inside the wrapper."""
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two checkpoints with experts inside the wrapper."""
     root = tmp_path_factory.mktemp("qwen35")
-    made = {}
-    for seed, name in enumerate("ab"):
-        made[f"dense_{name}"] = make_qwen35_checkpoint(root / f"dense_{name}", seed)
-        made[f"moe_{name}"] = make_qwen35_checkpoint(
-            root / f"moe_{name}", seed, experts=True, vision=True
-        )
-    return made
-
-
-def require_text_model() -> None:
-    """Skip with a vLLM up to 0.26, which has Qwen3.5 in the vision wrapper alone."""
-    if "Qwen3_5ForCausalLM" not in _TEXT_GENERATION_MODELS:
-        pytest.skip("this vLLM has no Qwen3.5 without the vision wrapper")
-
-
-@pytest.fixture(scope="module")
-def dense(paths: dict[str, Path], moe_engine: Callable[..., Engine]) -> Engine:
-    """A dense engine in BF16 with an FP8 KV cache; its scales are calibrated."""
-    require_text_model()
-    engine = moe_engine(paths["dense_a"], Recipe(), scaled=False, dtype="bfloat16")
-    calibrate_kv_scales(engine.llm, PROMPTS[:2])
-    return engine
+    return [
+        make_qwen35_checkpoint(root / name, seed, experts=True, vision=True)
+        for seed, name in enumerate("ab")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +58,7 @@ def moe(paths: dict[str, Path], moe_engine: Callable[..., Engine]) -> Iterator[E
     recipe = Recipe(kv_cache=KVCache(dtype="auto"))
     with pytest.MonkeyPatch.context() as patch:
         keep_towers(patch)
-        yield moe_engine(paths["moe_a"], recipe, dtype="bfloat16", **TEXT_ONLY)
-
-
-def stem(shape: str) -> str:
-    """What precedes the names of the language model in a checkpoint."""
-    return "model." if shape == "dense" else "model.language_model."
+        yield moe_engine(paths[0], recipe, dtype="bfloat16", **TEXT_ONLY)
 
 
 def floor_of(path: Path, recipe: Recipe, scales: dict[str, float], expected: torch.Tensor) -> Gap:
@@ -93,18 +68,10 @@ def floor_of(path: Path, recipe: Recipe, scales: dict[str, float], expected: tor
     return gap(other, expected)
 
 
-def scales_of(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor([value]) for name, value in engine.kv_scales().items()}
-
-
-@pytest.mark.parametrize("shape", [pytest.param("dense", marks=pytest.mark.slow), "moe"])
-def test_equals_transformers_after_a_refit(shape, paths, moe_engine, monkeypatch):
-    if shape == "dense":
-        require_text_model()
+def test_equals_transformers_after_a_refit(paths, moe_engine, monkeypatch):
     compute_in_float32(monkeypatch)
-    options: dict[str, Any] = {} if shape == "dense" else TEXT_ONLY
-    engine = moe_engine(paths[f"{shape}_a"], Recipe(), scaled=False, **options)
-    path = paths[f"{shape}_b"]
+    engine = moe_engine(paths[0], Recipe(), scaled=False, **TEXT_ONLY)
+    path = paths[1]
     scales = observed_kv_scales(path, engine.recipe, PROMPTS[:16])
     assert set(scales) == SCALE_NAMES
     sent = load_tensors(path) | {n: torch.tensor([s]) for n, s in scales.items()}
@@ -115,32 +82,15 @@ def test_equals_transformers_after_a_refit(shape, paths, moe_engine, monkeypatch
     expected = load_reference(path, engine.recipe, kv_scales=scales).many(PROMPTS)
     floor = floor_of(path, engine.recipe, scales, expected)
     assert gap(actual, expected).within(floor, FACTOR), (gap(actual, expected), floor)
-    left = [f"{stem(shape)}layers.1.linear_attn.in_proj_z"]
+    left = ["model.language_model.layers.1.linear_attn.in_proj_z"]
     wrong = load_reference(path, engine.recipe, kv_scales=scales, unquantized=left)
     assert not gap(actual, wrong.many(PROMPTS)).within(floor, FACTOR)
 
 
-def test_a_refit_there_and_back(dense, paths, moe_engine):
-    fresh = moe_engine(paths["dense_b"], Recipe(), scaled=False, dtype="bfloat16")
-    calibrate_kv_scales(fresh.llm, PROMPTS[:2])
-    a, b = (load_tensors(paths[f"dense_{name}"]) for name in "ab")
-    before, said, scales = dense.state(), dense.greedy(PROMPTS[:2]), scales_of(dense)
-    pointers = dense.pointers()
-
-    refit(dense.llm, (b | scales_of(fresh)).items(), expect_kv_scales=True)
-    assert same_state(dense.state(), fresh.state())
-    assert dense.greedy(PROMPTS[:2]) == fresh.greedy(PROMPTS[:2]) != said
-
-    refit(dense.llm, (a | scales).items(), expect_kv_scales=True)
-    assert same_state(dense.state(), before)
-    assert dense.greedy(PROMPTS[:2]) == said
-    assert dense.pointers() == pointers
-
-
 def test_a_refit_of_the_tower_and_of_fused_experts(moe, paths):
-    a, b = (load_tensors(paths[f"moe_{name}"]) for name in "ab")
+    a, b = map(load_tensors, paths)
     before, said = moe.state(), moe.greedy(PROMPTS[:2])
-    slabs = with_slabs(b)
+    slabs = with_fused_experts(b)
     slabs["mtp.fc.weight"] = torch.zeros(1)  # vLLM's class drops what predicts more tokens
     assert refit(moe.llm, slabs.items(), expect_kv_scales=False).left_out == 1
     state = moe.state()
@@ -155,21 +105,6 @@ def test_a_refit_of_the_tower_and_of_fused_experts(moe, paths):
     refit(moe.llm, a.items(), expect_kv_scales=False)
     assert same_state(moe.state(), before)
     assert moe.greedy(PROMPTS[:2]) == said
-
-
-def with_slabs(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors with the experts of each layer in two, as published checkpoints have them."""
-    found = {name: t for name, t in tensors.items() if ".experts." not in name}
-    for layer in range(4):
-        block = f"model.language_model.layers.{layer}.mlp.experts"
-
-        def each(leaf: str, block: str = block) -> list[torch.Tensor]:
-            return [tensors[f"{block}.{expert}.{leaf}.weight"] for expert in range(8)]
-
-        pairs = zip(each("gate_proj"), each("up_proj"), strict=True)
-        found[f"{block}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
-        found[f"{block}.down_proj"] = torch.stack(each("down_proj"))
-    return found
 
 
 @pytest.mark.skipif(

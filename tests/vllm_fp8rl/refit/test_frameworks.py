@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -73,20 +72,6 @@ def parsed(checkpoint: Path, flags: list[str]) -> Any:
 
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     return AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", str(checkpoint), *flags]))
-
-
-def test_verl_arguments(checkpoints):
-    """verl makes flags of its dictionary: names with underscores, dictionaries as JSON."""
-    overrides = [
-        line.lstrip("+").removeprefix("actor_rollout_ref.rollout.engine_kwargs.vllm.")
-        for line in doc_block("verl").splitlines()
-    ]
-    assert overrides == ["quantization=fp8rl", "additional_config.fp8rl.kv_cache.dtype=auto"]
-    additional = json.dumps({"fp8rl": {"kv_cache": {"dtype": "auto"}}})
-    flags = ["--quantization", "fp8rl", "--additional_config", additional, "--hf_overrides", "{}"]
-    arguments = parsed(checkpoints["a"], flags)
-    assert arguments.quantization == "fp8rl"
-    assert config.read_recipe(arguments.additional_config).kv_cache.dtype == "auto"
 
 
 def test_serve_command(checkpoints):

@@ -1,6 +1,7 @@
-"""Streams that are refused: before a write the old weights serve, after one nothing does.
+"""Streams that are refused and refits that fail: the old weights, or a refusal, never a mixture.
 
-Plain loads: patches/test_loads.py; files: receiver/test_files.py.
+Plain loads: patches/test_loads.py; files: receiver/test_files.py; a rank that dies: tp_refit.py;
+any fault at any place of a stream: tests/fuzz/test_refit_streams.py.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from fp8rl.errors import Fp8RLError, RefitError, ScaleError
 from fp8rl.numerics import quantize_block
 from support.engine import LAYERS, PROMPTS, SCALES, Engine
 from vllm_fp8rl.refit import RefitSession, refit
-from vllm_fp8rl.refit.receiver.worker import STEPS, read_answer
-from vllm_fp8rl.refit.transport import pack
+from vllm_fp8rl.refit.transport import Sender, place
+from vllm_fp8rl.storage import block_grid as grid_module
 
 pytestmark = pytest.mark.usefixtures("restored")
-Tensors = dict[str, torch.Tensor]
 
 WAYS: dict[str, Callable[[Engine, Any], object]] = {
     "refit": lambda e, stream: refit(e.llm, stream, expect_kv_scales=False),
@@ -55,6 +55,9 @@ CASES: list[tuple[list[str], Any, type[Exception], str]] = [
     (ALL, [("nothing.like.it", torch.ones(2))], Exception, "nothing"),
     (ALL, [(UP, torch.ones(3, 5))], Exception, r"\(3, 5\)"),
     (ALL, [(UP, ONES.to(torch.int8))], Exception, r"torch\.int8"),
+    # vLLM's loaders would cast these to a norm's dtype in silence.
+    (ALL, [(NORM, NORM_ONES.bool())], Exception, r"torch\.bool"),
+    (LOAD, [(K0, torch.ones(1, dtype=torch.int64))], Exception, r"torch\.int64"),
     (ALL, [(NORM, NORM_ONES * torch.nan)], RefitError, f"'{NORM}' {NOT_FINITE}"),
     (ALL, [(UP, one(-torch.inf))], RefitError, f"'{UP}' {NOT_FINITE}"),
     (ALL, [(UP, one(torch.nan, E4M3))], RefitError, f"'{UP}' {NOT_FINITE}"),
@@ -100,25 +103,6 @@ def test_refused(engine, intact, tokens, way, stream, error, message):
 
 
 @pytest.mark.parametrize(
-    ("sent", "message"),
-    [
-        ({"model.unknown": torch.ones(8)}, "no tensor 'model.unknown'"),
-        ({UP: torch.ones(3, 5)}, r"\(3, 5\)"),
-        ({UP: torch.ones(512, 256, dtype=torch.uint16)}, r"torch\.uint16"),
-        ({NORM: NORM_ONES, K0: torch.ones(1)}, "came unannounced"),
-    ],
-)
-def test_what_is_packed_is_looked_up_before_it_is_read(engine, monkeypatch, sent, message):
-    """Of 3 GiB under a wrong name nothing is made."""
-    worker = engine.llm.llm_engine.model_executor.driver_worker.worker
-    read_answer(STEPS["fp8rl_refit_begin"](worker, "packed", False))
-    with monkeypatch.context() as patch, pytest.raises(RefitError, match=message):
-        patch.setattr("vllm_fp8rl.refit.transport.load", lambda payload: pytest.fail("was read"))
-        read_answer(STEPS["fp8rl_refit_load_batch"](worker, "packed", pack(sent.items())))
-    assert read_answer(STEPS["fp8rl_refit_abort"](worker, "packed", "ends")) is False
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         *((dict.fromkeys([name]), f"lacks 1 .*'{name}'") for name in (UP, "lm_head.weight", K0)),
@@ -151,3 +135,61 @@ def test_codes_that_were_refused_may_come_in_bf16(engine, b, tokens):
 def test_a_session_needs_its_block(engine, a):
     with pytest.raises(Fp8RLError, match="context manager"):
         RefitSession(engine.model, expect_kv_scales=False).load(a.items())
+
+
+def exhausted(*args: object, **options: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+
+@pytest.mark.parametrize("place_of_it", ["checks", "first write", "later write"])
+def test_out_of_memory(engine, intact, b, monkeypatch, place_of_it):
+    """A GPU allocates where tensors come from the host or are strided: here, by a failure there."""
+    quantize, left = grid_module.quantize_blocks, [3 if place_of_it == "later write" else 0]
+
+    def failing(*args: Any) -> None:
+        if not left[0]:
+            exhausted()
+        left[0] -= 1
+        quantize(*args)
+
+    with monkeypatch.context() as patch:
+        if place_of_it == "checks":
+            patch.setattr("vllm_fp8rl.refit.receiver.session.start_finite_check", exhausted)
+        else:
+            patch.setattr(grid_module, "quantize_blocks", failing)
+        with pytest.raises(RefitError, match=r"No memory was left .*2\.00 MiB.*smaller batches"):
+            refit(engine.llm, (b | SCALES).items(), expect_kv_scales=True, batch_bytes=1 << 17)
+    if place_of_it == "checks":
+        assert intact()
+    else:
+        engine.refuses(RefitError, "half-updated.*refit the engine")
+
+
+def test_out_of_memory_at_staging_names_the_remedy(monkeypatch):
+    """A sender stages GPU tensors for workers in other processes, before it sends any."""
+    monkeypatch.setattr("vllm_fp8rl.refit.transport.torch.empty", exhausted)
+    with pytest.raises(RefitError, match=r"on cpu for a staging buffer of 256 MiB, .*smaller"):
+        Sender([place()], 256 << 20)._make_staging(torch.device("cpu"))
+
+
+def test_a_prefix_cache_that_cannot_be_reset_leaves_a_refusal(engine, b, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.llm, "reset_prefix_cache", lambda **options: False)
+        with pytest.raises(RefitError, match="could not reset its prefix cache"):
+            refit(engine.llm, b.items(), expect_kv_scales=False)
+    engine.refuses(RefitError, "half-updated")
+
+
+def test_requests_in_flight_are_refused_before_a_worker_hears_of_the_refit(
+    engine, intact, b, monkeypatch
+):
+    live = engine.llm.llm_engine
+    own = live.add_request
+    with monkeypatch.context() as patch:
+        patch.setattr(live, "add_request", own)  # as of somebody who counts requests
+        patch.setattr(live, "has_unfinished_requests", lambda: True)
+        with pytest.raises(RefitError, match="has requests in flight"):
+            refit(engine.llm, b.items(), expect_kv_scales=True)
+        assert vars(live)["add_request"] is own
+    assert intact()
+    assert engine.greedy(PROMPTS[:1], 1)

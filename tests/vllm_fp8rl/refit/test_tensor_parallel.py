@@ -1,19 +1,20 @@
-"""TP=2 over vLLM's multiprocess executor, in a process of its own."""
+"""Two ranks over vLLM's multiprocess executor (gloo), in processes of their own."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fp8rl import Recipe
-from fp8rl.numerics import dequantize_block, quantize_block
 from support.cases import names_of
 from support.engine import make_checkpoint
+from support.gaps import gap
+from support.mla import SHAPES
 from support.processes import answer, run_forked
-from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
-from vllm_fp8rl.storage.parameters import Fp8Scale, Fp8Weight
+from support.tiny import make_mla_checkpoint, make_moe_checkpoint
+from vllm_fp8rl.compat import require_cpu_router
 
 SCRIPT = Path(__file__).with_name("tp_refit.py")
 
@@ -33,26 +34,29 @@ def test_refit_over_two_ranks(failures, case):
     assert not failures[case], failures[case]
 
 
-@pytest.mark.parametrize("rank", range(4))
-def test_replicated_kv_heads(engine, rank):
-    """Four query heads and two KV heads: with four ranks each KV head lies on two."""
-    assert engine.recipe == Recipe()  # the parameters ask for its process group
-    torch.manual_seed(0)
-    rows, hidden = 128, 512
-    whole = {p: torch.randn(n * rows, hidden).bfloat16() for p, n in (("q", 4), ("k", 2), ("v", 2))}
-    storage, partitions = empty_storage(3 * rows, hidden), [rows] * 3
-    grid = BlockGrid("layer", lambda: storage, partitions, hidden, "fp32")
-    weight = Fp8Weight(storage[0], grid=grid, weight_loader=print)
-    scale = Fp8Scale(storage[1], grid=grid, weight_loader=print)
-    for parameter in (weight, scale):
-        parameter.tp_rank, parameter.tp_size = rank, 4
-    local = []
-    for index, (name, tensor) in enumerate(whole.items()):
-        shard = {"shard_id": name, "shard_offset": index * rows, "shard_size": rows}
-        shard["num_heads"] = 2  # ranks that share a KV head
-        part = slice((rank if name == "q" else rank // 2) * rows, None)
-        codes, scale_inv = quantize_block(tensor)
-        local.append(dequantize_block(codes, scale_inv)[part][:rows])
-        scale.load_qkv_weight(scale_inv, **shard)
-        weight.load_qkv_weight(codes, **shard)
-    assert torch.equal(dequantize_block(*storage), torch.cat(local)) and grid.complete
+@pytest.fixture(scope="module")
+def found_by(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each kind of model with experts gives."""
+    require_cpu_router()
+    root = tmp_path_factory.mktemp("experts")
+    for seed, name in enumerate("ab"):
+        make_moe_checkpoint(root / "experts" / name, 40 + seed, moe_intermediate_size=192)
+        make_mla_checkpoint(root / "latent" / name, 50 + seed, **SHAPES["v3"])
+    (root / "halves").symlink_to("experts")
+    return answer(run_forked(SCRIPT.with_name("tp_moe.py"), root, timeout=540))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "noise"), [("experts", 0.02), ("halves", 0.5), ("latent", 0.1)])
+def test_refits_over_two_ranks_give_the_logprobs_of_one(found_by, kind, noise):
+    """As near as codes that flip allow: ranks sum in another order, and halves move blocks."""
+    found = found_by[kind]
+    assert "failed" not in found, found["failed"]
+    a, b, again = (torch.tensor(each) for each in found["logprobs"])
+    assert torch.equal(a, again)
+    assert found["in place"]
+    if kind == "experts":
+        assert found["error"].startswith("RefitError: The refit lacks 1 of the model's tensors")
+    one = torch.tensor(found["one"])
+    assert gap(one, b).mean < noise * gap(a, b).mean, (gap(one, b), gap(a, b))

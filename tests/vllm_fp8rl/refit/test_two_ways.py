@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import itertools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -18,10 +15,10 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from fp8rl.errors import Fp8RLError, RefitError
+from fp8rl.errors import RefitError
 from support.engine import KV_SCALE, PROMPTS, SCALES
+from support.reloads import reload
 from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
-from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.kv import observer as kv_observer
 from vllm_fp8rl.kv.scales import set_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
@@ -30,10 +27,6 @@ from vllm_fp8rl.refit.receiver.worker import STEPS, read_answer
 
 pytestmark = pytest.mark.usefixtures("restored")
 NORM = "model.norm.weight"
-
-
-def reload(engine: Any, tensors: Any) -> None:
-    engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
 
 
 def weight_transfer(engine: Any) -> None:
@@ -149,20 +142,6 @@ def test_the_second_of_two_refits_does_not_end_the_first(engine, b, tokens, othe
     assert serves(engine, tokens["b"])
 
 
-def test_requests_of_others_are_refused_during_a_calibration(engine, monkeypatch):
-    refused: list[str] = []
-    generate, add = engine.llm.generate, engine.llm.llm_engine
-    request = {"prompt_token_ids": [5]}
-
-    def with_another(*args: Any, **options: Any) -> Any:
-        refused.append(in_a_thread(lambda: add.add_request("other", request, options)))
-        return generate(*args, **options)
-
-    monkeypatch.setattr(engine.llm, "generate", with_another)
-    calibrate_kv_scales(engine.llm, PROMPTS)
-    assert refused and all("being calibrated" in error for error in refused)
-
-
 def test_while_observing_the_engine_is_shut(engine, tokens):
     """Whoever only observes, by ``fp8rl_observe_kv``, must not serve with provisional scales."""
     worker = engine.llm.llm_engine.model_executor.driver_worker.worker
@@ -217,45 +196,3 @@ def test_nobody_goes_on_with_or_aborts_the_session_of_another(engine, b):
     refit(engine.llm, items, expect_kv_scales=True)
     with pytest.raises(RefitError, match=r"takes the name of the session.*True and None"):
         call("begin", True, None)
-
-
-def test_weights_that_fall_asleep_end_a_refit(engine, a, b, tokens):
-    guard = state_of(engine.model).guard
-    session = RefitSession(engine.model, expect_kv_scales=None).__enter__()
-    session.load(list(b.items())[:5])
-    guard.sleep(["weights", "kv_cache"], {})  # a CPU has no sleep mode: as its backend tells it
-    guard.wake(None)
-    with pytest.raises(RefitError, match=r"This refit is not open.* begin a new one"):
-        session.load(list(b.items())[5:])
-    engine.refuses(RefitError, "half-updated: a refit broke off")
-    refit(engine.llm, a.items(), expect_kv_scales=False)
-    assert serves(engine, tokens["a"])
-
-
-def test_weights_do_not_sleep_under_a_load(engine, b, tokens):
-    def stream():
-        for number, item in enumerate(b.items()):
-            if number == 3:
-                with pytest.raises(RefitError, match="A sleep was refused"):
-                    state_of(engine.model).guard.sleep(["weights"], {})
-            yield item
-
-    engine.model.load_weights(stream())
-    assert serves(engine, tokens["b"])
-
-
-NONSENSE = (None, -1, "x", b"x", {"tensors": None}, [("model.norm.weight", None)], torch.ones(3))
-
-
-@pytest.mark.parametrize("step", sorted(STEPS.keys() - {"fp8rl_admit_kv_calibration"}))
-def test_a_step_with_nonsense_answers_with_an_error_of_ours(engine, intact, step):
-    """As ``collective_rpc`` of a server hands it on, in a refit of the name "one"."""
-    worker = engine.llm.llm_engine.model_executor.driver_worker.worker
-    number = len(inspect.signature(STEPS[step]).parameters) - 1
-    for arguments in itertools.product(("one", *NONSENSE), repeat=number):
-        read_answer(STEPS["fp8rl_refit_begin"](worker, "one", False))
-        with contextlib.suppress(Fp8RLError):
-            read_answer(STEPS[step](worker, *arguments))
-        STEPS["fp8rl_refit_abort"](worker, "one", "ends")
-        STEPS["fp8rl_stop_observing_kv"](worker)
-    assert intact()

@@ -15,15 +15,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
 
 from fp8rl.errors import RefitError
 from support.engine import Engine, in_fp8, load_tensors, same_state
+from support.reloads import layerwise, reload
 from vllm_fp8rl.refit import drop_requests, refit, refit_from_files
 from vllm_fp8rl.refit.receiver.worker import STEPS, read_answer
 
@@ -77,31 +73,19 @@ def as_verl(engine: Engine, tensors: Tensors, folder: Path) -> None:
     flush()
 
 
-def by_layerwise_reload(engine: Engine, tensors: Tensors, folder: Path) -> None:
-    """As prime-rl and SkyRL do, in several loads."""
-    config, items = engine.llm.llm_engine.vllm_config, list(tensors.items())
-    with torch.device("cpu"), set_current_vllm_config(config):
-        initialize_layerwise_reload(engine.model)
-        for load in (items[:5], iter(items[5:6]), items[6:]):
-            engine.model.load_weights(load)
-        finalize_layerwise_reload(engine.model, config.model_config)
-
-
-def reload(engine: Engine, **arguments: Any) -> None:
-    engine.llm.collective_rpc("reload_weights", kwargs=arguments)
-
-
 WAYS: dict[str, Callable[[Engine, Tensors, Path], object]] = {
     "refit": lambda e, t, path: refit(e.llm, t.items(), expect_kv_scales=False),
     "load_weights of a stream from behind": lambda e, t, path: e.model.load_weights(
         iter(sorted(t.items(), key=lambda item: item[0][::-1]))
     ),
-    "reload_weights": lambda e, t, path: reload(e, weights_iterator=t.items()),
+    "reload_weights": lambda e, t, path: reload(e, t.items()),
     "files": lambda e, t, path: refit_from_files(e.llm, str(path), expect_kv_scales=False),
     "steps": by_steps,
     "load_weights": lambda e, t, path: e.model.load_weights(list(t.items())),
     "reload_weights of a folder": lambda e, t, path: reload(e, weights_path=str(path)),
-    "layerwise reload": by_layerwise_reload,
+    "layerwise reload": lambda e, t, path: layerwise(
+        e, [list(t.items())[:5], iter(list(t.items())[5:6]), list(t.items())[6:]]
+    ),
     "TRL": as_trl,
     "verl": as_verl,
 }

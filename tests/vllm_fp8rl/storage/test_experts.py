@@ -123,22 +123,6 @@ def test_codes_and_scales_in_any_order(width, ranks, data):
         assert torch.equal(dequantize_block(*live), whole)
 
 
-def test_expert_parallel_ranks_keep_their_own_and_name_what_lacks():
-    """Round-robin placement, as vLLM's expert map may have it: expert 3 is number 1 of rank 1."""
-    for rank in (0, 1):
-        local = {expert: expert // 2 for expert in range(5) if expert % 2 == rank}
-        grids, layout, stacks = made(5, 128, local=local)
-        assert stacks["w13_weight"].shape[0] == len(local) == 3 - rank
-        assert len(grids.missing()) == 3 * len(local)
-        everything = {key: t for key, t in matrices(layout, 4).items() if key[0] in local}
-        for key, tensor in everything.items():
-            grids.load(*key, tensor)
-        for (expert, slot), tensor in everything.items():
-            live = held(layout, stacks, local[expert], slot)
-            assert all(map(same_bits, live, quantize_block(tensor)))
-        assert grids.complete
-
-
 def test_unpaired_codes_are_known_and_forgotten():
     grids, *_ = made(2, 128)
     codes, scale_inv = quantize_block(torch.randn(FULL))

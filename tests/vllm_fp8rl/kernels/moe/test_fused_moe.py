@@ -8,9 +8,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-import torch
 from vllm.model_executor.layers.fused_moe import fused_moe as vllms
-from vllm.model_executor.layers.fused_moe.experts import triton_deep_gemm_moe
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
@@ -25,27 +23,6 @@ from vllm_fp8rl.kernels.moe.settings import (
     offer_expert_tiles,
     set_activation_scales,
 )
-
-EXPERTS, CHOSEN = 64, 6
-
-
-@pytest.mark.parametrize(
-    ("tokens", "name"), [(1, "triton"), (1023, "triton"), (1024, "deep_gemm"), (16384, "deep_gemm")]
-)
-def test_experts_with_many_rows_go_to_deep_gemm(monkeypatch, tokens, name):
-    """1,024 tokens of Moonlight give an expert 96 rows, where the two take equally long."""
-    monkeypatch.setattr(triton_deep_gemm_moe, "_valid_deep_gemm", lambda *_: True)
-    kernel = object.__new__(ExpertsByRows)  # vLLM's kernels inside it need a GPU
-    for attribute, value in {
-        "moe_config": SimpleNamespace(num_experts=EXPERTS, experts_per_token=CHOSEN),
-        "experts": "deep_gemm",
-        "fallback_experts": "triton",
-    }.items():
-        object.__setattr__(kernel, attribute, value)
-    # Of two ranks with expert parallel, each with half of the experts and the tokens of both.
-    weights = torch.empty(EXPERTS // 2, 1, 1, device="meta")
-    hidden = torch.empty(tokens, 1, device="meta")
-    assert kernel._select_experts_impl(hidden, weights, weights) == name
 
 
 @pytest.mark.parametrize(

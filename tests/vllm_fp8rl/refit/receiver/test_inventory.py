@@ -10,53 +10,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear
-from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import quantize_block
 from support.engine import SCALES, Engine, same_bits, same_state
-from vllm_fp8rl.engine.rank_state import state_of
-from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.receiver import inventory as inventory_module
-from vllm_fp8rl.refit.receiver.inventory import Inventory
 from vllm_fp8rl.storage.block_grid import BlockGrid, WriteBatch, empty_storage
 from vllm_fp8rl.storage.parameters import Fp8Scale, Fp8Weight
 
 pytestmark = pytest.mark.usefixtures("restored")
-DOWN = "model.layers.0.mlp.down_proj.weight"
 
 
 def walked(engine: Engine, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """By vLLM, as everything that comes as a generator."""
     return engine.model.load_weights(item for item in tensors)
-
-
-def test_a_name_without_a_route_is_left_to_vllm(engine, a, b, monkeypatch):
-    """As of a layer whose loader is the model's own: in a refit and in a plain load."""
-    walks, norm = [], engine.model.model.norm.weight
-    walk = AutoWeightsLoader._load_module
-
-    def counting(loader, prefix, module, weights):
-        walks.append(prefix)
-        return walk(loader, prefix, module, weights)
-
-    monkeypatch.setattr(AutoWeightsLoader, "_load_module", counting)
-    norm.weight_loader = lambda param, tensor: param.data.copy_(2 * tensor)
-    try:
-        state_of(engine.model).inventory = None
-        assert not Inventory.of(engine.model).routes(["model.norm.weight"])
-        for load in (
-            lambda: refit(engine.llm, (b | SCALES).items(), expect_kv_scales=True),
-            lambda: engine.model.load_weights(list(b.items())),
-        ):
-            walked(engine, a.items())
-            walks.clear()
-            load()
-            assert "" in walks
-            assert torch.equal(norm.data, 2 * b["model.norm.weight"].float())
-    finally:
-        del norm.weight_loader
-        state_of(engine.model).inventory = None
 
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -85,18 +52,6 @@ def test_any_batch_gives_what_the_walk_gives(engine, a, b, data):
         results.append(({name: tensor.detach().clone() for name, tensor in held}, said))
     assert same_state(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
-
-
-def test_replaced_storage_is_written_where_it_is_now(engine, b):
-    layer = engine.model.model.layers[0].mlp.down_proj
-    old = layer.weight.data
-    layer.weight.data = torch.zeros_like(old)
-    try:
-        engine.model.load_weights([(DOWN, b[DOWN])])
-        wanted = quantize_block(b[DOWN]).codes
-        assert same_bits(layer.weight, wanted) and not same_bits(old, wanted)
-    finally:
-        layer.weight.data = old
 
 
 def raw_copy(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed import weight_transfer
 
 from fp8rl import Recipe
-from fp8rl.errors import RefitError, UnsupportedError
+from fp8rl.errors import RefitError
 from support.engine import KV_SCALE, PROMPTS, SCALES, Engine, in_fp8, load_tensors, same_state
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.transport import pack
@@ -63,21 +63,6 @@ def test_update_from_files_and_from_payloads(receiver, checkpoints, tokens):
     assert receiver.pointers() == before
 
 
-def test_an_update_beside_requests_in_flight_is_refused(receiver):
-    from vllm import SamplingParams
-
-    core = receiver.llm.llm_engine
-    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
-    core.add_request("in flight", {"prompt_token_ids": list(range(5, 15))}, sampling)
-    core.step()
-    with pytest.raises(RefitError, match=r"requests in flight.*pause"):
-        receiver.llm.start_weight_update()
-    ended = []
-    while core.has_unfinished_requests():
-        ended += [len(output.outputs[0].token_ids) for output in core.step()]
-    assert ended[-1] == 12
-
-
 def test_an_update_that_lacks_a_source_or_whose_sender_died(receiver):
     receiver.llm.start_weight_update()
     with pytest.raises(RefitError, match=r"under way; finish it, or end it by .*\{\"end\": true\}"):
@@ -90,21 +75,6 @@ def test_an_update_that_lacks_a_source_or_whose_sender_died(receiver):
         with pytest.raises(RefitError, match=error):
             finish(receiver)
     assert len(receiver.greedy(PROMPTS)) == len(PROMPTS)  # nothing was written
-
-
-def test_weight_version(receiver, a, tokens):
-    """vLLM's own, which an update that is refused leaves as it was."""
-    llm = receiver.llm
-    if not hasattr(llm, "get_weight_version"):
-        pytest.skip("vLLM had no weight versions before 0.31")
-    llm.start_weight_update()
-    update(receiver, payload=pack(a.items()))
-    finish(receiver, weight_version="step 1")
-    llm.start_weight_update()
-    with pytest.raises(RefitError, match="lacks"):
-        finish(receiver, weight_version="step 2")
-    assert llm.get_weight_version() == "step 1"
-    assert receiver.greedy(PROMPTS) == tokens["a"]
 
 
 class Pushed:
@@ -171,30 +141,21 @@ def with_a_hole(items: Items) -> Items:
     return [*items[:-1], (items[-1][0], torch.full_like(items[-1][1], torch.nan))]
 
 
-OTHER = UP.replace("1", "9")
-K_SCALE = next(iter(SCALES.items()))
 REFUSED: dict[str, tuple[Callable[[Items], Items], str, set[str]]] = {
     "missing": (
         lambda items: [i for i in items if i[0] != UP],
         f"lacks 1 .*'{UP}'",
         {"nccl", "ipc"},
     ),
-    "half of the scales": (lambda items: [*items, K_SCALE], "lacks 3 .*v_scale", {"nccl"}),
-    "unknown": (lambda items: [*items, (OTHER, items[0][1])], f"no tensor '{OTHER}'", set()),
-    "twice": (lambda items: [*items, *items[-1:]], "arrived twice", set()),
     "shape": (with_up(lambda tensor: tensor[1:]), f"'{UP}' has shape", set()),
-    "dtype": (with_up(lambda tensor: tensor.int()), f"'{UP}' has dtype torch.int32", set()),
     # Values are seen in each batch: what came over NCCL before has been written.
     "NaN": (with_a_hole, "has NaN", {"nccl"}),
 }
 """By what is wrong: a change of what is sent, the error, transports that leave it closed."""
 
 
-@pytest.mark.parametrize(
-    ("pushed", "wrong"),
-    [*(("nccl", wrong) for wrong in REFUSED), ("ipc", "missing"), ("ipc", "shape"), ("ipc", "NaN")],
-    indirect=["pushed"],
-)
+@pytest.mark.parametrize("pushed", ["nccl", "ipc"], indirect=True)
+@pytest.mark.parametrize("wrong", REFUSED)
 def test_trainers_are_told_what_is_wrong(pushed, a, b, tokens, wrong):
     change, error, closed = REFUSED[wrong]
     with pytest.raises(RefitError, match=error):
@@ -220,11 +181,3 @@ def test_the_guides_lines(pushed, fresh, a, b, monkeypatch):
     exec(code, {"rank": 0, "model": SimpleNamespace(named_parameters=b.items)})
     assert same_state(fresh["b"], pushed.engine.state())
     pushed.send(list(a.items()))
-
-
-@pytest.mark.parametrize(
-    ("backend", "remedy"), [("nccl", "'fp8rl_nccl', and"), ("sparse_nccl", "one of .'fp8rl'")]
-)
-def test_engines_that_would_serve_a_mixture_are_refused_at_the_start(engine_of, backend, remedy):
-    with pytest.raises(UnsupportedError, match=f"'{backend}' takes an incomplete.* it to {remedy}"):
-        engine_of(backend)

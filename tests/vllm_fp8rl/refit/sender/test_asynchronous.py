@@ -92,13 +92,6 @@ class EngineOfAConfig:
             "give its worker extension .*OrderedDict. the base class vllm_fp8rl.refit.RefitMixin",
         ),
         (EngineOfAConfig(data_parallel_size=2), {}, "has 2 engine cores"),
-        (
-            EngineOfAConfig(
-                data_parallel_size=4, data_parallel_size_local=3, data_parallel_hybrid_lb=True
-            ),
-            {},
-            "has 3 engine cores",
-        ),
         (None, {"in_flight": "later"}, "in_flight is 'later'; choose one of"),
         (
             None,
