@@ -55,7 +55,6 @@ def main(out: Path) -> None:
     )
     model = config.configure_model(tokenizer=None).to("cuda" if GPU else "cpu", torch.bfloat16)
     conversion = conversion_of(model)
-    conversion.save_table(out)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.arange(2 * 65, device=next(model.parameters()).device).reshape(2, 65) % 128

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -148,13 +147,6 @@ def query_norm_patch() -> tuple[Any, str, Any] | None:
         return stock(self, module_spec, module_name)
 
     return QKNormConfigResolver, name, chosen
-
-
-def megatron_lm_save_folder() -> str | None:
-    """Return ``--save`` of a running Megatron-LM, or None outside of one."""
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    args = getattr(global_vars, "_GLOBAL_ARGS", None)
-    return getattr(args, "save", None)
 
 
 GATED_DELTA_NETS = ("gated_delta_net", "gdn")

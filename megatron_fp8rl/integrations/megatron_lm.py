@@ -5,9 +5,9 @@ Megatron-LM, for any GPT model, with ``--transformer-impl`` local or Transformer
     FP8RL_RECIPE=recipe.yaml torchrun pretrain_gpt.py \\
         --spec megatron_fp8rl.integrations.megatron_lm gpt_layer ...
 
-Megatron-Bridge, which calls the spec with its provider::
+Megatron-Bridge and nemo-toolkit, whose saved configs name the function::
 
-    provider.transformer_layer_spec = fp8_layer_spec(provider.transformer_layer_spec)
+    provider.transformer_layer_spec = layer_spec
 
 A layer is built as megatron builds it and then converted, so parameters, names and checkpoints are
 the same; ``conversion_of(model)`` gives the handle of the built model. The recipe is read from
@@ -16,10 +16,8 @@ the same; ``conversion_of(model)`` gives the handle of the built model. The reci
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -38,13 +36,12 @@ from megatron.core.utils import get_pg_rank
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import Pins
-from megatron_fp8rl import compat, precision_file
-from megatron_fp8rl.conversion import Report, Setup, adopt, describe, global_rank, prepare
+from megatron_fp8rl import compat
+from megatron_fp8rl.conversion import Setup, adopt, describe, prepare
 from megatron_fp8rl.layers.linear import Fp8Module
 
 LayerSpec = Any
 """A ``ModuleSpec`` of one layer or the ``TransformerBlockSubmodules`` of a stage."""
-SpecBuilder = Callable[..., LayerSpec]
 
 
 def say(text: str) -> None:
@@ -56,14 +53,10 @@ def say(text: str) -> None:
 class SpecConverter:
     """Convert layers as they are built; the layers of one model share a :class:`Setup`.
 
-    Args:
-        recipe: what runs in FP8; by default ``FP8RL_RECIPE``, or else the default recipe.
-        report: function that takes the table of pins, once for each different table.
+    The table of pins is printed once for each different one.
     """
 
-    def __init__(self, recipe: Recipe | None = None, report: Report = say) -> None:
-        self._recipe = recipe
-        self._report = report
+    def __init__(self) -> None:
         self._reported: set[str] = set()
         # Layers own the setup, and their config, so an id cannot come back while an entry lives.
         self._setups: weakref.WeakValueDictionary[tuple[int, bool], Setup] = (
@@ -79,7 +72,7 @@ class SpecConverter:
         Raises:
             As :func:`megatron_fp8rl.convert`.
         """
-        recipe = self._recipe or Recipe.from_env() or Recipe()
+        recipe = Recipe.from_env() or Recipe()
         if not recipe.training:
             return
         key = id(layer.config), reaches_mtp
@@ -100,10 +93,7 @@ class SpecConverter:
         text = describe(setup)
         if text not in self._reported:
             self._reported.add(text)
-            self._report(text)
-            folder = compat.megatron_lm_save_folder()
-            if folder is not None and global_rank() == 0:
-                precision_file.save(folder, recipe, setup.policy)
+            say(text)
         return setup
 
 
@@ -129,35 +119,6 @@ class Fp8TransformerLayer(Fp8Module, TransformerLayer):
             submodules = _submodules(config, layer_number, **options)
         super().__init__(config, submodules, layer_number, **options)
         fp8.adopt(self, reaches_mtp=reaches_mtp)
-
-
-def fp8_layer_spec(
-    base: LayerSpec | SpecBuilder, recipe: Recipe | None = None, report: Report = say
-) -> Callable[..., LayerSpec]:
-    """Make a callable spec for Megatron-Bridge: another spec with FP8 layers.
-
-    Args:
-        base: a spec, or the function that Bridge calls for one
-            (``provider.transformer_layer_spec``).
-        recipe: what runs in FP8; by default ``FP8RL_RECIPE``, or else the default recipe.
-        report: function that takes the table of pins, once.
-
-    Returns:
-        ``spec(config, vp_stage=None)``.
-
-    Raises:
-        UnsupportedError: when called, for a layer class other than ``TransformerLayer``.
-    """
-    converter = SpecConverter(recipe, report)
-
-    def spec(config: Any, vp_stage: int | None = None) -> LayerSpec:
-        if isinstance(base, ModuleSpec | TransformerBlockSubmodules):
-            return _with_fp8(base, converter)
-        takes_stage = "vp_stage" in inspect.signature(base).parameters
-        built = base(config, vp_stage=vp_stage) if takes_stage else base(config)
-        return _with_fp8(built, converter)
-
-    return spec
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> LayerSpec:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from fp8rl.models.folder import folder_config
 from fp8rl.models.spec import ModelSpec
 from fp8rl.plugins.adapters import ConfigRequest, Diagnosis, Section
 from fp8rl.precision_report import precision_section
+from fp8rl.recipe import KVDtype
 from nemo_rl_ext.config.drivers import BLOCK, DTENSOR, LOSS, MEGATRON, VLLM, find
 from nemo_rl_ext.config.keys import Sections, block_path, kv_dtype
 from nemo_rl_ext.config.merge import read
@@ -22,19 +22,11 @@ from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.config.value_kinds import SIZES, refuse_wrong_kinds
 from nemo_rl_ext.doctor.config_file import load_run
 from nemo_rl_ext.doctor.installation import find_package, installed_package, look_at
-from nemo_rl_ext.doctor.memory import CACHES, GPUs, gpus_of, rollout_section
-from nemo_rl_ext.doctor.wake_up import wake_up_section
+from nemo_rl_ext.doctor.wake_up import rollout_sizes, wake_up_section
 from nemo_rl_ext.patches.upstream import KNOWN
 
-_ROLLOUT_SIZES = tuple(f"{VLLM}.{key}_parallel_size" for key in ("tensor", "pipeline"))
-_TRAINING_SIZES = tuple(
-    f"{MEGATRON}.{key}"
-    for key in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-    )
-)
+_CACHES: dict[KVDtype, str] = {"fp8_e4m3": "FP8", "int8_per_token_head": "INT8", "auto": "BF16"}
+"""Formats of a KV cache, for people."""
 
 
 def diagnose() -> Diagnosis:
@@ -97,10 +89,7 @@ def examine(request: ConfigRequest) -> Diagnosis:
                     "whether the model is served and the pins fit it was not looked at, because "
                     "its config.json is not here; the driver looks."
                 )
-            gpus = gpus_of(sections)
-            facts |= _decisions(plan, sections, gpus)
-            problems += _layout_problems(sections, gpus, model)
-            found += _upstream_keys(plan, sections)
+            facts |= _decisions(plan, sections)
             found += _modules(plan, sections, model, pins, request.gpu_memory, problems)
     except (ModelError, RecipeError, UnsupportedError) as error:
         problems.append(str(error))
@@ -141,17 +130,11 @@ def _suppose_block(
     Returns:
         The block; None where the config has one, or where no key asks for FP8.
     """
-    driver = sections.driver
     if request.recipe is not None:
         if given:
             raise OptionError(
                 f"'{request.file}' has a recipe at '{given[0]}', so --recipe would not be read; "
                 "leave it out."
-            )
-        if not driver.serves:
-            raise OptionError(
-                f"examples/{driver.scripts[0]} has no use for --recipe "
-                f"({driver.unsupported_reason}); leave it out."
             )
         block = request.recipe.model_dump(mode="json", exclude_unset=True)
     else:
@@ -164,22 +147,21 @@ def _suppose_block(
         }
         if given or not (block["rollout"] or block["training"]):
             return None
-    for path in driver.serves:
+    for path in sections.driver.serves:
         section: Any = sections.at(path)
         if section and path != DTENSOR:
             section[BLOCK] = dict(block)
-    return block if driver.serves else None
+    return block
 
 
-def _decisions(plan: RunPlan, sections: Sections, gpus: GPUs) -> dict[str, str]:
+def _decisions(plan: RunPlan, sections: Sections) -> dict[str, str]:
     """Say in a line each what runs in FP8 and how the loss is corrected."""
     recipe, guard = plan.recipe, plan.guard
     facts = {}
     if sections.generation:
         linears = "FP8 linear layers" if recipe.rollout else "BF16 linear layers"
-        cache = CACHES[kv_dtype(recipe)]
         backend = sections.generation.get("backend", "vllm")
-        facts["rollout"] = f"{linears}, {cache} KV cache; {backend} on {_count(gpus.rollout)}"
+        facts["rollout"] = f"{linears}, {_CACHES[kv_dtype(recipe)]} KV cache; {backend}"
     if plan.kv_scales == "trainer":
         facts["KV scales"] = (
             "from the trainer's own forwards, with every refit; recalibrate: "
@@ -187,11 +169,9 @@ def _decisions(plan: RunPlan, sections: Sections, gpus: GPUs) -> dict[str, str]:
         )
     linears = "FP8 linear layers" if recipe.training else "BF16"
     trainer = "Megatron" if plan.megatron else sections.other_trainer
-    same = "the same " if gpus.shared and sections.generation else ""
-    turns = ", in turn" if same else ""
-    facts["training"] = f"{linears}; {trainer} on {same}{_count(gpus.training)}{turns}"
+    facts["training"] = f"{linears}; {trainer}"
     if plan.rounded_as != "auto":
-        held = CACHES[plan.rounded_as]
+        held = _CACHES[plan.rounded_as]
         facts["training"] += f"; attends over K and V as the {held} cache holds them"
     if LOSS in plan.sections:
         given = recipe.importance_sampling
@@ -204,57 +184,6 @@ def _decisions(plan: RunPlan, sections: Sections, gpus: GPUs) -> dict[str, str]:
         )
         facts["mismatch guard"] = "off" if guard is None else f"on, fallback {guard.fallback}"
     return facts
-
-
-def _layout_problems(sections: Sections, gpus: GPUs, model: ModelSpec | None) -> list[str]:
-    """Return a sentence for each engine with parallel sizes beyond its GPUs or layers.
-
-    NeMo RL asserts the first once Ray has started. That a size divides the GPUs is left to it.
-    """
-    layouts: list[tuple[int, str, tuple[str, ...]]] = []
-    if _has_rollouts(sections):
-        layouts.append((gpus.rollout, "rollouts", _ROLLOUT_SIZES))
-    if sections.megatron.get("enabled"):
-        layouts.append((gpus.training, "training", _TRAINING_SIZES))
-    problems = []
-    for count, use, paths in layouts:
-        places = (path.rpartition(".") for path in paths)
-        size = math.prod(sections.at(section).get(key) or 1 for section, _, key in places)
-        if count < size:
-            product = " times ".join(map(repr, paths))
-            problems.append(
-                f"{product} is {size}, but {_count(count)} serve {use}; lower them, or correct "
-                "'cluster' and 'policy.generation.colocated'."
-            )
-    stages = sections.megatron.get("pipeline_model_parallel_size") or 1
-    if sections.megatron.get("enabled") and model is not None and stages > len(model.layers):
-        problems.append(
-            f"'{_TRAINING_SIZES[1]}' is {stages}, more than the model's {len(model.layers)} "
-            "layers; lower it."
-        )
-    return problems
-
-
-def _has_rollouts(sections: Sections) -> bool:
-    return bool(sections.vllm) and sections.generation.get("backend", "vllm") == "vllm"
-
-
-def _count(gpus: int) -> str:
-    return f"{gpus} GPU{'' if gpus == 1 else 's'}"
-
-
-def _upstream_keys(plan: RunPlan, sections: Sections) -> list[Section]:
-    """Table of the keys that the recipe has taken over; no table where there are none."""
-    rows = []
-    for path, ours in plan.taken.items():
-        parent, _, key = path.rpartition(".")
-        value: Any = plan.recipe.to_dict()
-        for part in ours.split("."):
-            value = value[part]
-        became = f"{ours} takes its place" if isinstance(value, dict) else f"{ours}: {_yaml(value)}"
-        rows.append((path, _yaml(sections.at(parent).get(key)), became))
-    columns = ("key", "value", "becomes in the recipe")
-    return [Section("NeMo RL's keys in the recipe", columns, tuple(rows))] if rows else []
 
 
 def _yaml(value: Any) -> str:
@@ -270,7 +199,7 @@ def _modules(
     gpu_memory: float | None,
     problems: list[str],
 ) -> list[Section]:
-    """Tables of the model's modules and of a rollout's memory, as far as the model is known.
+    """Tables of the model's modules and of vLLM's KV cache, as far as the model is known.
 
     What is refused is added to ``problems``.
     """
@@ -290,10 +219,10 @@ def _modules(
     if in_fp8:
         title = f"precision of each module in {' and '.join(in_fp8)}"
         found.append(precision_section(rows, title))
-    if _has_rollouts(sections):
+    if sections.vllm and sections.generation.get("backend", "vllm") == "vllm":
         served = rows if recipe.rollout else [replace(row, precision="bf16") for row in rows]
-        dtype = kv_dtype(recipe)
-        memory = rollout_section(sections, model, served, dtype, gpu_memory, problems)
-        if memory:
-            found += [*memory, wake_up_section(sections, model, served, gpu_memory)]
+        if why_not := rollout_sizes(sections, model).split_problem():
+            problems.append(f"'{VLLM}.tensor_parallel_size': {why_not}")
+        else:
+            found.append(wake_up_section(sections, model, served, gpu_memory))
     return found

@@ -25,10 +25,8 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from fp8rl import Recipe
-from fp8rl.recipe import Pins
 from megatron_fp8rl import conversion_of
-from megatron_fp8rl.integrations.megatron_lm import fp8_layer_spec
+from megatron_fp8rl.integrations.megatron_lm import layer_spec
 from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG
 from support.megatron import one_process
 from support.sources import source
@@ -86,8 +84,8 @@ def nemo() -> dict[str, Any]:
     return names
 
 
-def test_its_config_builds_quantized(nemo: dict[str, Any]) -> None:
-    recipe = Recipe(pins=Pins(layers=(0,)))
+def test_its_config_builds_quantized(nemo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8RL_RECIPE", '{"pins": {"layers": [0]}}')
     with one_process() as shim, shim.active():
         config = nemo["GPTConfig"](
             num_layers=2,
@@ -103,9 +101,7 @@ def test_its_config_builds_quantized(nemo: dict[str, Any]) -> None:
             seq_length=32,
             bf16=True,
             params_dtype=torch.bfloat16,
-            transformer_layer_spec=fp8_layer_spec(
-                nemo["default_layer_spec"], recipe, report=lambda _: None
-            ),
+            transformer_layer_spec=layer_spec,
             **CPU_CONFIG,
         )
         model = config.configure_model(tokenizer=None).to(torch.bfloat16)

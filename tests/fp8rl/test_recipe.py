@@ -122,17 +122,6 @@ def test_all_mistakes_are_told_at_once():
                 ("importance_sampling", {"rejection": {"hig": 1}}, "'.*rejection.high'"),
             )
         ),
-        *(
-            ({section: {key: value}}, rf"{section}\.{key}.*\(write {meant}\)\.$")
-            for section, key, value, meant in (
-                ("kv_cache", "dtype", "fp8", "'fp8_e4m3'"),
-                ("kv_cache", "dtype", "FP8_E4M3", "'fp8_e4m3'"),
-                ("kv_cache", "dtype", "bf16", "'auto'"),
-                ("weights", "scale_format", "ue8m0", "'pow2'"),
-                ("importance_sampling", "mode", "Off", "'off'"),
-                ("pins", "kinds", ["qkv"], "'qkv_proj' or 'in_proj_qkvz'"),
-            )
-        ),
     ],
 )
 def test_bad_values(data, message):

@@ -34,7 +34,7 @@ from fp8rl.gemm import DeepGemmBackend, GroupedShape
 from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import Pins
-from megatron_fp8rl import convert, weight_codes_hf
+from megatron_fp8rl import convert
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.hf_names import module_names
 from megatron_fp8rl.integrations.megatron_lm import layer_spec
@@ -45,6 +45,7 @@ from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
 from support.attention import causal_attention, fake_quantized
 from support.fused_swiglu import compare_with_separate
 from support.launch import launch
+from support.megatron import weight_codes_hf
 from support.numeric import relative_error
 from support.processes import environment
 

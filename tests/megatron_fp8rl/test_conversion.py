@@ -17,7 +17,7 @@ from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import Quantized, quantize_block
 from fp8rl.recipe import Pins
 from megatron_fp8rl import conversion as conversion_module
-from megatron_fp8rl import conversion_of, convert, weight_codes_hf
+from megatron_fp8rl import conversion_of, convert
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.layers.linear import Fp8ColumnParallelLinear, Fp8Module, Fp8RowParallelLinear
 from megatron_fp8rl.layers.linear_modules import sites
@@ -32,6 +32,7 @@ from support.megatron import (
     pinned,
     quantized_weights,
     tokens,
+    weight_codes_hf,
 )
 from support.numeric import same_codes
 
@@ -114,7 +115,6 @@ def test_the_table_is_true_of_every_module_and_tells_of_lost_pins(tmp_path):
     assert checked == {r.name for r in conversion.policy.report() if r.kind not in others}
     assert {rows[name] for name in ("model.embed_tokens", "model.norm", "lm_head")} == {"bf16"}
 
-    conversion.save_table(tmp_path)
     naive = PinPolicy(Pins(first=1, last=1), ModelSpec.dense(2).names)
     assert all(row.precision == "bf16" for row in naive.report())  # two stages of two layers
 
@@ -190,11 +190,9 @@ def test_a_handle_says_that_another_has_closed_its_conversion(tmp_path):
         one.invalidate,
         one.drop_codes,
         lambda: one.keeping_codes().__enter__(),
-        lambda: one.save_table(tmp_path),
     ):
         with pytest.raises(UnsupportedError, match=r"handle of a conversion is closed: .*; use"):
             call()
-    assert not list(tmp_path.iterdir())
     with pytest.raises(UnsupportedError, match="No module of this model was converted"):
         conversion_of(gpt)
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import quantize_block
-from megatron_fp8rl import convert, weight_codes_hf
+from megatron_fp8rl import convert
 from megatron_fp8rl.compat import without_query_norm
 from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.kv.observers import QKVObserver
-from support.megatron import convert_alone, hf_gpt, prompts
+from support.megatron import convert_alone, hf_gpt, prompts, weight_codes_hf
 from support.mla import ALL, PUBLISHED, RECIPE, SHAPES
 from support.numeric import same_codes
 from support.tiny import make_mla_checkpoint

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fp8rl.gemm import DeepGemmBackend, GemmShape, GroupedShape
-from fp8rl.testing.gemm import product_error
+from support.gemm import product_error
 
 CPU = torch.device("cpu")
 TILE = 128

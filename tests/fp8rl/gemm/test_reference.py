@@ -12,7 +12,7 @@ import torch
 
 from fp8rl.gemm import DeepGemmBackend, GemmShape, GroupedShape, ReferenceBackend, builtin_backends
 from fp8rl.gemm.deep_gemm import load_deep_gemm
-from fp8rl.testing.gemm import product_error
+from support.gemm import product_error
 
 GPU = torch.device("cuda")
 

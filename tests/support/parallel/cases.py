@@ -28,7 +28,6 @@ from fp8rl.numerics import quantize_block
 from fp8rl.training.layout import plain_layout
 from fp8rl.training.linear import Call, Fp8State
 from fp8rl.training.weight_codes import WeightCodes, WeightEpoch
-from megatron_fp8rl import weight_codes_hf
 from megatron_fp8rl.export import export_hf, load_hf
 from megatron_fp8rl.kv.cache import KVCacheInTraining
 from megatron_fp8rl.kv.observers import QKVObserver
@@ -38,6 +37,7 @@ from megatron_fp8rl.testing.cpu_shim import CpuShim
 from megatron_fp8rl.testing.local_spec import completed_local_spec
 from megatron_fp8rl.testing.models import build_gpt
 from support.launch import join
+from support.megatron import weight_codes_hf
 from support.parallel import checkpoints as checkpoint_cases
 from support.parallel.run import (
     CPU,
