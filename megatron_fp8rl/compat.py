@@ -154,8 +154,7 @@ GATED_DELTA_NETS = ("gated_delta_net", "gdn")
 
 
 def register_with_bridge(fp8_classes: Iterable[type]) -> None:
-    """Register the FP8 classes with Megatron-Bridge, and allow its saved configs to name this
-    package.
+    """Register the FP8 classes with Megatron-Bridge.
 
     ``AutoMapping`` (models/conversion/param_mapping.py) knows linear classes by name, as "column"
     or "row" parallel or "replicated".
@@ -171,11 +170,6 @@ def register_with_bridge(fp8_classes: Iterable[type]) -> None:
         kinds = {"ColumnParallel": "column", "RowParallel": "row"}
         kind = next((kinds[part] for part in kinds if part in cls.__name__), "replicated")
         AutoMapping.register_module_type(cls.__name__, kind)
-    try:
-        from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
-    except ImportError:  # versions without an allow-list take any name
-        return
-    register_allowed_target_prefix("megatron_fp8rl")
 
 
 def check_neutral(name: str, options: dict[str, Any]) -> None:

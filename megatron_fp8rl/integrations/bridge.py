@@ -29,14 +29,7 @@ Chunks = list[torch.nn.Module]
 
 
 def register() -> None:
-    """Make the FP8 classes known to Bridge, and this package to its saved configs.
-
-    The functions here call it themselves; call it before loading a ``run_config.yaml`` that names
-    ``megatron_fp8rl.integrations.megatron_lm.layer_spec``. It may be called again.
-
-    Raises:
-        UnsupportedError: Bridge cannot be imported.
-    """
+    """Make the FP8 classes known to Bridge; the functions here call it themselves."""
     compat.register_with_bridge([*fp8_classes().values(), ExactColumnParallelLinear])
 
 

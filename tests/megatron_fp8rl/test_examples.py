@@ -86,30 +86,6 @@ def test_megatron_lm(tmp_path):
     assert "6 modules in FP8" in printed and losses_fall(printed)
 
 
-RELOAD = """
-import os, sys
-from pathlib import Path
-for name, folder in (("MEGATRON_BRIDGE_SRC", "src"), ("MEGATRON_LM_SRC", "")):
-    if name in os.environ:
-        sys.path.insert(0, str(Path(os.environ[name], folder)))
-import yaml
-from megatron_fp8rl.integrations import bridge, megatron_lm
-bridge.register()
-from megatron.bridge.utils.instantiate_utils import instantiate
-from megatron.bridge.utils.yaml_utils import safe_yaml_representers
-with safe_yaml_representers():
-    text = yaml.safe_dump({"transformer_layer_spec": megatron_lm.layer_spec})
-assert instantiate(yaml.safe_load(text))["transformer_layer_spec"] is megatron_lm.layer_spec
-"""
-
-
-def test_a_config_of_bridge_that_names_the_spec_loads_again(tmp_path):
-    source("MEGATRON_BRIDGE_SRC", installed="megatron.bridge")
-    script = tmp_path / "reload.py"
-    script.write_text(RELOAD)
-    run(str(script), recipe={})
-
-
 def test_megatron_bridge(tmp_path):
     source("MEGATRON_BRIDGE_SRC", installed="megatron.bridge")
     pins = {"layers": [0], "kinds": ["o_proj"]}

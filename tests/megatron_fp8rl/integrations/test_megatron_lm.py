@@ -53,13 +53,10 @@ def _loss(model: torch.nn.Module) -> torch.Tensor:
     return losses(model, ids).float().mean()
 
 
-@pytest.mark.parametrize(
-    ("hf_config", "door"), [(DENSE, "symbol"), (EXPERTS, "callable")], ids=["symbol", "callable"]
-)
-def test_a_model_of_the_spec_is_a_converted_model(hf_config, door, recipe, capsys):
+@pytest.mark.parametrize("hf_config", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_a_model_of_the_spec_is_a_converted_model(hf_config, recipe, capsys):
     plain = build_gpt(hf_config)
-    spec = _symbol() if door == "symbol" else megatron_lm.layer_spec(plain.config)
-    ours = _build(hf_config, spec)
+    ours = _build(hf_config, _symbol())
     load_hf(ours, dict(export_hf(plain)))
     bf16 = _loss(plain)
     expected = convert(plain, recipe)
@@ -87,7 +84,7 @@ def test_a_model_of_the_spec_is_a_converted_model(hf_config, door, recipe, capsy
 def test_the_table_of_the_whole_model_is_printed_once(capsys):
     spec = ModuleSpec(
         module=megatron_lm.Fp8TransformerLayer,
-        params={"fp8": megatron_lm.SpecConverter(), "reaches_mtp": False},
+        params={"fp8": megatron_lm.SpecConverter()},
     )
     first = [
         _build(
