@@ -27,6 +27,7 @@ from support.gaps import gap
 from support.gated_delta_net import token_by_token
 from support.hf_reference import load_reference
 from support.megatron import convert_alone, hf_gpt, logprobs, prompts, weight_codes_hf
+from support.megatron_delta_net import build_hybrid, delta_nets
 from support.numeric import relative_error, same_codes
 from support.processes import run_ranks
 from support.tiny import make_qwen35_checkpoint
@@ -48,13 +49,13 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(autouse=True)
 def not_compiled() -> Iterator[None]:
     """Megatron compiles what is around the linears of a gated delta net, which takes 10 s."""
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("force_eager"), delta_nets():
         yield
 
 
 def gpt(path: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """``A_log`` is float32 in the checkpoint."""
-    return hf_gpt(path, dtype, allow_cast=dtype != torch.float32, **overrides)
+    return hf_gpt(path, dtype, allow_cast=dtype != torch.float32, build=build_hybrid, **overrides)
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:

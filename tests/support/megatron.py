@@ -101,10 +101,15 @@ def tokens(seed: int = 0, batch: int = 2) -> torch.Tensor:
 
 
 def hf_gpt(
-    path: Path, dtype: torch.dtype = torch.float32, *, allow_cast: bool = False, **overrides: Any
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    allow_cast: bool = False,
+    build: Callable[..., Any] = build_gpt,
+    **overrides: Any,
 ) -> Any:
     """A model in evaluation with the shape and the weights of a checkpoint."""
-    model = build_gpt(AutoConfig.from_pretrained(path), dtype=dtype, **overrides).eval()
+    model = build(AutoConfig.from_pretrained(path), dtype=dtype, **overrides).eval()
     load_hf(model, load_file(path / "model.safetensors"), allow_cast=allow_cast)
     return model
 
