@@ -14,7 +14,7 @@ from fp8rl.models.spec import ModelSpec
 from fp8rl.plugins.adapters import ConfigRequest, Diagnosis, Section
 from fp8rl.precision_report import precision_section
 from fp8rl.recipe import KVDtype
-from nemo_rl_ext.config.drivers import BLOCK, DTENSOR, LOSS, MEGATRON, VLLM, find
+from nemo_rl_ext.config.drivers import BLOCK, DTENSOR, MEGATRON, VLLM, find
 from nemo_rl_ext.config.keys import Sections, block_path, kv_dtype
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.model_pins import check_model, model_spec
@@ -39,13 +39,8 @@ def diagnose() -> Diagnosis:
         )
         return Diagnosis(None, (KNOWN,), problems=(problem,))
     found = look_at(package)
-    fit = len(found.patches) - len(found.problems)
-    return Diagnosis(
-        found.version,
-        (KNOWN,),
-        {"patches": f"{fit} of {len(found.patches)} fit", "config": "not looked at; give X.yaml"},
-        found.problems,
-    )
+    facts = {"patches": found.fit, "config": "not looked at; give X.yaml"}
+    return Diagnosis(found.version, (KNOWN,), facts, found.problems)
 
 
 def examine(request: ConfigRequest) -> Diagnosis:
@@ -65,7 +60,11 @@ def examine(request: ConfigRequest) -> Diagnosis:
     if block is not None:
         places = ", ".join(map(block_path, sections.blocks))
         told += f"; what follows is for {json.dumps(block)} as {places}"
-    facts = {"config": f"{request.file.name}, for examples/{driver.scripts[0]}", "fp8rl keys": told}
+    facts = {
+        "patches": nemo_rl.fit,
+        "config": f"{request.file.name}, for examples/{driver.scripts[0]}",
+        "fp8rl keys": told,
+    }
     problems = [*nemo_rl.problems] if given or block is not None else []
     found: list[Section] = []
     notes: list[str] = []
@@ -93,11 +92,6 @@ def examine(request: ConfigRequest) -> Diagnosis:
             found += _modules(plan, sections, model, pins, request.gpu_memory, problems)
     except (ModelError, RecipeError, UnsupportedError) as error:
         problems.append(str(error))
-    patches = tuple(
-        (patch.name, patch.purpose, "does not fit" if patch.misfits else "fits")
-        for patch in nemo_rl.patches
-    )
-    found.append(Section("patches of this NeMo RL", ("patch", "what it changes", "state"), patches))
     if notes:
         found.append(Section("notes", ("",), tuple((note,) for note in notes)))
     return Diagnosis(
@@ -155,8 +149,8 @@ def _suppose_block(
 
 
 def _decisions(plan: RunPlan, sections: Sections) -> dict[str, str]:
-    """Say in a line each what runs in FP8 and how the loss is corrected."""
-    recipe, guard = plan.recipe, plan.guard
+    """Say in a line each what runs in FP8."""
+    recipe = plan.recipe
     facts = {}
     if sections.generation:
         linears = "FP8 linear layers" if recipe.rollout else "BF16 linear layers"
@@ -173,22 +167,7 @@ def _decisions(plan: RunPlan, sections: Sections) -> dict[str, str]:
     if plan.rounded_as != "auto":
         held = _CACHES[plan.rounded_as]
         facts["training"] += f"; attends over K and V as the {held} cache holds them"
-    if LOSS in plan.sections:
-        given = recipe.importance_sampling
-        low = "" if given.low is None else f", low {given.low:g}"
-        bounds = "" if given.mode == "off" else f"{low}, high {given.high:g}"
-        rejection = "" if given.rejection is None else f"; rejection, level {given.rejection.level}"
-        veto = "" if given.token_veto is None else f"; token veto {given.token_veto:g}"
-        facts["importance sampling"] = (
-            f"level {given.level}, mode {given.mode}{bounds}{rejection}{veto}"
-        )
-        facts["mismatch guard"] = "off" if guard is None else f"on, fallback {guard.fallback}"
     return facts
-
-
-def _yaml(value: Any) -> str:
-    """Write a value as it stands in a YAML."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _modules(
@@ -207,11 +186,6 @@ def _modules(
     in_fp8 = [name for name in ("rollout", "training") if getattr(recipe, name)]
     # Without FP8 nothing is refused, but the memory of such a model may be unknown.
     unknown = not in_fp8 and model is not None and model.refused(rollout=True, training=False)
-    if in_fp8 and pins is None:
-        written = recipe.pins.model_dump(mode="json", exclude_defaults=True)
-        told = tuple((f"pins.{key}", _yaml(value)) for key, value in written.items())
-        always = ("always", "lm_head, embed_tokens, norms, routers")
-        return [Section("kept in BF16", ("", ""), (*told, always))]
     if model is None or pins is None or unknown:
         return []
     rows = pins.report()

@@ -93,9 +93,7 @@ def titles(diagnosis: Diagnosis) -> list[str]:
 
 
 def test_a_config_with_the_block(look: Any, source: Path) -> None:
-    drops = {"rejection": {"low": 0.9, "high": 1.1}, "token_veto": 1e-4}
-    block = {"pins": {"first": 2}, "importance_sampling": drops}
-    found = look(config(block, loss_fn__fp8rl_guard={"fallback": "stop"}))
+    found = look(config({"pins": {"first": 2}}, loss_fn__fp8rl_guard={"fallback": "stop"}))
     assert found.problems == ()
     assert found.installed == f"0.6.0rc1, in {source}"
     assert found.facts["config"] == "x.yaml, for examples/run_grpo.py"
@@ -110,16 +108,12 @@ def test_a_config_with_the_block(look: Any, source: Path) -> None:
     assert found.facts["training"] == (
         "FP8 linear layers; Megatron; attends over K and V as the FP8 cache holds them"
     )
-    assert found.facts["importance sampling"] == (
-        "level token, mode truncate, high 2; rejection, level geometric; token veto 0.0001"
-    )
-    assert found.facts["mismatch guard"] == "on, fallback stop"
     layers = rows(found, "precision of each module in rollout and training")
     assert layers["2"] == ("qkv_proj, o_proj, gate_up_proj, down_proj", "")
     assert layers["0-1"][0] == layers["3"][0] == ""
     assert "(last: 1)" in layers["3"][1]
     assert titles(found)[1] == "KV cache when vLLM wakes up"
-    assert {row[-1] for row in rows(found, "patches").values()} == {"fits"}
+    assert found.facts["patches"] == "9 of 9 fit"
 
 
 def test_without_keys_it_supposes_a_block_that_asks_for_the_same(look: Any) -> None:
@@ -138,7 +132,7 @@ def test_a_bf16_config_runs_as_ever(look: Any) -> None:
     found = look(value)
     assert found.problems == ()
     assert found.facts["fp8rl keys"] == "none, so fp8rl does nothing in this run"
-    assert titles(found) == ["patches of this NeMo RL"]
+    assert titles(found) == []
     found = look(value, recipe=Recipe.from_dict({"pins": {"layers": [0]}}))
     assert '{"pins": {"layers": [0]}} as policy' in found.facts["fp8rl keys"]
     assert rows(found, "precision of each module in rollout and training")["0"][0] == ""
@@ -154,7 +148,7 @@ def test_a_dtensor_trainer_and_gpus_of_its_own(look: Any) -> None:
     found = look(value)
     assert found.problems == ()
     assert found.facts["training"] == "BF16; DTensor"
-    assert "KV scales" not in found.facts and "importance sampling" not in found.facts
+    assert "KV scales" not in found.facts
     notes = [row[0] for row in found.sections[-1].rows]
     assert notes[:2] == [
         "the DTensor trainer runs in BF16; only the rollouts run in FP8.",
@@ -192,7 +186,6 @@ NUMBER, TP = "must be a whole number of at least 1, not", f"{VLLM}.tensor_parall
         (None, {f"{VLLM}.is_mx": True}, f"'{VLLM}.is_mx' is true, which asks for MXFP8"),
         # Values that nothing can be computed with.
         ({}, {"cluster.num_nodes": "two"}, f"num_nodes' {NUMBER} 'two'; wr"),
-        ({}, {"cluster": [1]}, "'cluster' is [1], not a section with keys"),
     ],
 )
 def test_what_no_run_starts_with_is_a_problem(
@@ -224,17 +217,12 @@ def test_a_model_that_is_not_served(
     assert problem in found
 
 
-def test_a_model_that_is_not_here_leaves_its_pins(look: Any) -> None:
+def test_a_model_that_is_not_here(look: Any) -> None:
     found = look(config({"pins": {"kinds": ["o_proj"]}}), model=None)
     assert found.problems == ()
     assert found.facts["model"] == (
         "some/model; its config.json is not on this machine, give its folder with --model"
     )
-    assert rows(found, "kept in BF16") == {
-        "pins.last": ("1",),
-        "pins.kinds": ('["o_proj"]',),
-        "always": ("lm_head, embed_tokens, norms, routers",),
-    }
     assert "config.json is not here; the driver looks" in found.sections[-1].rows[0][0]
 
 
@@ -250,7 +238,7 @@ def test_a_patch_that_does_not_fit(look: Any, tmp_path: Path) -> None:
     )
     assert problem.endswith(
         "This NeMo RL is 0.6.0rc1; fp8rl serves the main branch at 7ea279a (22 August 2026): check "
-        "out that commit (1 of 4 internals differ)."
+        "out that commit (1 of its internals differ)."
     )
 
 
