@@ -1,13 +1,12 @@
-"""Megatron-Bridge with FP8 layers, by a callable spec or by a pre-wrap hook, and its export.
+"""Megatron-Bridge with FP8 layers, by a pre-wrap hook, and its export.
 
-    python examples/megatron_bridge.py hook OUT
-    python examples/megatron_bridge.py spec OUT
+    python examples/megatron_bridge.py OUT
 
 A small Qwen3 with random weights is made by Bridge, trained for two steps and exported to OUT as
-Hugging Face tensors: bf16.safetensors, fp8.safetensors, and the table of what ran in which
-precision. Sources that are not installed can be named by MEGATRON_BRIDGE_SRC and MEGATRON_LM_SRC
-(the commit that Bridge pins); they import TransformerEngine and triton and need Python 3.12.
-Without a GPU the layers are megatron's local ones.
+Hugging Face tensors: bf16.safetensors and fp8.safetensors. Sources that are not installed can be
+named by MEGATRON_BRIDGE_SRC and MEGATRON_LM_SRC (the commit that Bridge pins); they import
+TransformerEngine and triton and need Python 3.12. Without a GPU the layers are megatron's local
+ones.
 """
 
 import json
@@ -46,7 +45,7 @@ QWEN = Qwen3Config(
 )
 
 
-def main(door: str, out: Path) -> None:
+def main(out: Path) -> None:
     try:
         from megatron.bridge import AutoBridge
         from megatron.bridge.models.gpt_provider import local_layer_spec
@@ -56,7 +55,6 @@ def main(door: str, out: Path) -> None:
         )
 
     from megatron_fp8rl.integrations.bridge import export_hf_weights, pre_wrap_hook
-    from megatron_fp8rl.integrations.megatron_lm import fp8_layer_spec
 
     bridge = AutoBridge.from_hf_config(QWEN)
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -66,16 +64,11 @@ def main(door: str, out: Path) -> None:
         for field, value in CPU_CONFIG.items():
             setattr(provider, field, value)
 
-    # The two doors; one is enough.
-    if door == "spec":
-        provider.transformer_layer_spec = fp8_layer_spec(provider.transformer_layer_spec)
-    else:
-        provider.register_pre_wrap_hook(pre_wrap_hook(table_folder=out))
+    provider.register_pre_wrap_hook(pre_wrap_hook())
 
     provider.finalize()
     model = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=not GPU)
     conversion = conversion_of(model)
-    conversion.save_table(out)
     train(model[0])
 
     for precision in ("bf16", "fp8"):
@@ -102,8 +95,8 @@ def train(model: torch.nn.Module) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in ("spec", "hook"):
-        sys.exit("usage: python examples/megatron_bridge.py {hook,spec} OUT")
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/megatron_bridge.py OUT")
     with nullcontext() if GPU else CpuShim().active():
         if GPU:
             torch.distributed.init_process_group(
@@ -113,5 +106,5 @@ if __name__ == "__main__":
             init_gloo()
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(1)
-        main(sys.argv[1], Path(sys.argv[2]))
+        main(Path(sys.argv[1]))
     torch.distributed.destroy_process_group()

@@ -86,7 +86,6 @@ def main(out: Path) -> None:
         print(f"step {step} loss {losses.float().mean().item():.4f}")
 
     torch.save(gpt.state_dict(), out / "model.pt")
-    conversion.save_table(out)
     save_file(dict(export_hf(model)), out / "bf16.safetensors")
     wire = fp8_wire(export_hf(model), conversion.policy, recipe.weights.scale_format)
     save_file(dict(wire), out / "fp8.safetensors")

@@ -13,9 +13,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_fp8rl.conversion import Conversion, conversion_of, convert, weight_codes_hf
+    from megatron_fp8rl.conversion import Conversion, conversion_of, convert
 
-__all__ = ["Conversion", "conversion_of", "convert", "weight_codes_hf"]
+__all__ = ["Conversion", "conversion_of", "convert"]
 
 
 def __getattr__(name: str) -> Any:

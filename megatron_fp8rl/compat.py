@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -150,20 +149,12 @@ def query_norm_patch() -> tuple[Any, str, Any] | None:
     return QKNormConfigResolver, name, chosen
 
 
-def megatron_lm_save_folder() -> str | None:
-    """Return ``--save`` of a running Megatron-LM, or None outside of one."""
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    args = getattr(global_vars, "_GLOBAL_ARGS", None)
-    return getattr(args, "save", None)
-
-
 GATED_DELTA_NETS = ("gated_delta_net", "gdn")
 """Names of the attention variant; the second from the commit of NeMo RL on."""
 
 
 def register_with_bridge(fp8_classes: Iterable[type]) -> None:
-    """Register the FP8 classes with Megatron-Bridge, and allow its saved configs to name this
-    package.
+    """Register the FP8 classes with Megatron-Bridge.
 
     ``AutoMapping`` (models/conversion/param_mapping.py) knows linear classes by name, as "column"
     or "row" parallel or "replicated".
@@ -179,11 +170,6 @@ def register_with_bridge(fp8_classes: Iterable[type]) -> None:
         kinds = {"ColumnParallel": "column", "RowParallel": "row"}
         kind = next((kinds[part] for part in kinds if part in cls.__name__), "replicated")
         AutoMapping.register_module_type(cls.__name__, kind)
-    try:
-        from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
-    except ImportError:  # versions without an allow-list take any name
-        return
-    register_allowed_target_prefix("megatron_fp8rl")
 
 
 def check_neutral(name: str, options: dict[str, Any]) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,17 +18,17 @@ from fp8rl.gemm import BackendChoice
 from fp8rl.gemm.reference import Float64Backend
 from fp8rl.kernels import require_fp8_linears
 from fp8rl.listing import listed
-from fp8rl.numerics import BLOCK, LastExpertRows, Quantized
+from fp8rl.numerics import BLOCK, LastExpertRows
 from fp8rl.precision_report import precision_text
 from fp8rl.recipe import Pins
 from fp8rl.training.weight_codes import KeepingCodes, WeightEpoch
-from megatron_fp8rl import compat, precision_file
+from megatron_fp8rl import compat
 from megatron_fp8rl.config_checks import check_config
 from megatron_fp8rl.export import ModelChunks, in_wrapper, path_of_adapter, unwrap_chunks
 from megatron_fp8rl.hf_names import module_names
 from megatron_fp8rl.layers import exact
 from megatron_fp8rl.layers.linear import FP8_CLASSES, Fp8Linear, Fp8Module, change_of
-from megatron_fp8rl.layers.linear_modules import Site, sites, weights_of
+from megatron_fp8rl.layers.linear_modules import Site, sites
 from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP, can_fuse
 
 logger = logging.getLogger(__name__)
@@ -109,20 +107,6 @@ class Conversion:
         self._require_current()
         for module in self._modules.values():
             module.drop_codes()
-
-    def save_table(self, folder: str | os.PathLike[str]) -> Path | None:
-        """Write the resolved pins to ``folder/fp8rl_precision.json``, beside a checkpoint.
-
-        Global rank 0 writes, other ranks do nothing.
-
-        Returns:
-            The file, or None on other ranks.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
-        self._require_current()
-        return precision_file.save(folder, self.recipe, self.policy) if global_rank() == 0 else None
 
     def close(self) -> None:
         """Give the modules their upstream classes back; may be called again.
@@ -325,36 +309,6 @@ def conversion_of(model: ModelChunks) -> Conversion:
 def _setup_of(module: Any) -> Setup | None:
     """Return the setup of the conversion that a module belongs to."""
     return module.fp8_setup if isinstance(module, Fp8Module) else None
-
-
-def weight_codes_hf(module: Any) -> dict[str, Quantized]:
-    """Quantize a converted module's weights as the rollout engine does.
-
-    The weights are taken as they are in memory: under DDP's ``overlap_param_gather`` those of the
-    last step are gathered by the next forward, by ``export_hf`` or by
-    ``start_param_sync(force_sync=True)``. Nothing is kept, so the next forward is not disturbed.
-
-    Returns:
-        By global HF module name, this rank's rows (or columns) of each HF tensor on its own grid:
-        ``quantize_block`` of the exported shard gives the same. Where a fused module's parts do
-        not start on block boundaries, one entry under the fused name (``..qkv_proj``): the grid of
-        the rank's ``[q; k; v]`` or ``[gate; up]``.
-
-    Raises:
-        UnsupportedError: the module was not converted.
-    """
-    if not isinstance(module, Fp8Linear):
-        raise UnsupportedError(
-            f"{type(module).__name__} has no FP8 codes; pass a module of Conversion.modules."
-        )
-    found: dict[str, Quantized] = {}
-    state, layout = module.fp8_state, module.fp8_state.codes.layout
-    for name, weight in zip(state.experts or (state.name,), weights_of(module), strict=True):
-        codes = state.codes.fresh(weight)
-        if layout.in_place:
-            codes = layout.codes_to_hf(codes)
-        found |= layout.by_name(name, codes)
-    return found
 
 
 def fp8_classes() -> dict[type, type[Fp8Linear]]:

@@ -52,9 +52,6 @@ def diagnose() -> Diagnosis:
         "megatron-bridge": version_of("megatron-bridge") or "not installed (not needed)",
         "FP8 linears": f"local layers, {'' if transformer_engine else 'not '}TransformerEngine's; "
         "dense, experts, multi-token prediction",
-        "doors": "convert(model, recipe); "
-        "--spec megatron_fp8rl.integrations.megatron_lm gpt_layer; "
-        "megatron_fp8rl.integrations.bridge",
         **survey(PluginManager(strict=False).gemm_backends()),
     }
     return Diagnosis(found, SUPPORTED_VERSIONS, facts, tuple(problems))

@@ -31,13 +31,14 @@ from fp8rl.errors import Fp8RLError
 from fp8rl.gemm import ReferenceBackend
 from fp8rl.kv_scales import parse_scale_name, scale_names
 from fp8rl.numerics import Quantized, quantize_group
-from megatron_fp8rl import Conversion, convert, weight_codes_hf
+from megatron_fp8rl import Conversion, convert
 from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.kv.observers import QKVObserver
 from megatron_fp8rl.testing.cpu_shim import CpuShim
 from megatron_fp8rl.testing.models import build_gpt
 from support.engine import register_model
 from support.launch import join
+from support.megatron import weight_codes_hf
 from support.mla import ON_A_CPU
 from torch_fp8rl import convert as convert_torch
 from torch_fp8rl import export_hf as export_torch

@@ -18,8 +18,8 @@ from fp8rl.recipe import KVCache
 from megatron_fp8rl import convert
 from megatron_fp8rl.export import export_hf, load_hf
 from megatron_fp8rl.testing.cpu_shim import CpuShim
-from megatron_fp8rl.testing.models import build_gpt
 from support.launch import join
+from support.megatron_delta_net import build_hybrid, delta_nets
 
 RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
 NORM = "decoder.layers.0.input_layernorm.weight"
@@ -28,7 +28,7 @@ NORM = "decoder.layers.0.input_layernorm.weight"
 def run(path: Path, **options: Any) -> dict[str, Any]:
     """Log-probabilities, gradients of ``in_proj`` and of a norm, and what the export returns."""
     tensors = load_file(path / "model.safetensors")
-    model = build_gpt(AutoConfig.from_pretrained(path), dtype=torch.float32, **options)
+    model = build_hybrid(AutoConfig.from_pretrained(path), dtype=torch.float32, **options)
     load_hf(model, tensors)
     conversion = convert(model, RECIPE, report=lambda text: None)
     tokens = torch.randint(2, 512, (2, 16), generator=torch.Generator().manual_seed(5))
@@ -69,7 +69,7 @@ def gradient_of_bf16_rows(linear: Any) -> dict[str, torch.Tensor]:
 
 if __name__ == "__main__":
     shim = CpuShim()
-    with shim.active():
+    with shim.active(), delta_nets():
         join()
         parallel_state.initialize_model_parallel(2, 1)
         model_parallel_cuda_manual_seed(1234)

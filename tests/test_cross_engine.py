@@ -16,11 +16,11 @@ from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError
 from fp8rl.models.spec import ModelSpec
 from fp8rl.recipe import Pins
-from megatron_fp8rl import convert, weight_codes_hf
+from megatron_fp8rl import convert
 from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.hf_names import module_names as trainer_names
 from megatron_fp8rl.testing.models import build_gpt, transformer_config
-from support.megatron import one_process
+from support.megatron import one_process, weight_codes_hf
 from support.numeric import same_codes
 from support.processes import run_ranks
 from torch_fp8rl import convert as convert_torch

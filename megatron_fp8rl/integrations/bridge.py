@@ -11,7 +11,6 @@ Bridge is imported when one of these is used, never before.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -30,21 +29,13 @@ Chunks = list[torch.nn.Module]
 
 
 def register() -> None:
-    """Make the FP8 classes known to Bridge, and this package to its saved configs.
-
-    The functions here call it themselves; call it before loading a ``run_config.yaml`` that names
-    ``megatron_fp8rl.integrations.megatron_lm.layer_spec``. It may be called again.
-
-    Raises:
-        UnsupportedError: Bridge cannot be imported.
-    """
+    """Make the FP8 classes known to Bridge; the functions here call it themselves."""
     compat.register_with_bridge([*fp8_classes().values(), ExactColumnParallelLinear])
 
 
 def pre_wrap_hook(
     recipe: Recipe | None = None,
     *,
-    table_folder: str | os.PathLike[str] | None = None,
     report: Report = say,
     converted: Callable[[Conversion], None] | None = None,
 ) -> Callable[[Chunks], Chunks]:
@@ -52,7 +43,6 @@ def pre_wrap_hook(
 
     Args:
         recipe: what runs in FP8; by default ``FP8RL_RECIPE``, or else the default recipe.
-        table_folder: folder to save the resolved pins in, e.g. the checkpoint folder.
         report: function that takes the table of pins.
         converted: function that takes the handle, also on a rank without an FP8 module.
 
@@ -64,8 +54,6 @@ def pre_wrap_hook(
     def hook(model: Chunks) -> Chunks:
         register()
         conversion = convert(model, recipe or Recipe.from_env() or Recipe(), report=report)
-        if table_folder is not None:
-            conversion.save_table(table_folder)
         if converted is not None:
             converted(conversion)
         return model

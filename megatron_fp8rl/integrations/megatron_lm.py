@@ -1,13 +1,9 @@
-"""Layer specs that build FP8 models, for Megatron-LM and Megatron-Bridge.
+"""The layer spec that builds FP8 models, for Megatron-LM.
 
-Megatron-LM, for any GPT model, with ``--transformer-impl`` local or TransformerEngine::
+For any GPT model, with ``--transformer-impl`` local or TransformerEngine::
 
     FP8RL_RECIPE=recipe.yaml torchrun pretrain_gpt.py \\
         --spec megatron_fp8rl.integrations.megatron_lm gpt_layer ...
-
-Megatron-Bridge, which calls the spec with its provider::
-
-    provider.transformer_layer_spec = fp8_layer_spec(provider.transformer_layer_spec)
 
 A layer is built as megatron builds it and then converted, so parameters, names and checkpoints are
 the same; ``conversion_of(model)`` gives the handle of the built model. The recipe is read from
@@ -16,19 +12,12 @@ the same; ``conversion_of(model)`` gives the handle of the built model. The reci
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_decoder_layer_specs,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     get_transformer_layer_offset,
@@ -38,13 +27,9 @@ from megatron.core.utils import get_pg_rank
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import Pins
-from megatron_fp8rl import compat, precision_file
-from megatron_fp8rl.conversion import Report, Setup, adopt, describe, global_rank, prepare
+from megatron_fp8rl import compat
+from megatron_fp8rl.conversion import Setup, adopt, describe, prepare
 from megatron_fp8rl.layers.linear import Fp8Module
-
-LayerSpec = Any
-"""A ``ModuleSpec`` of one layer or the ``TransformerBlockSubmodules`` of a stage."""
-SpecBuilder = Callable[..., LayerSpec]
 
 
 def say(text: str) -> None:
@@ -56,54 +41,40 @@ def say(text: str) -> None:
 class SpecConverter:
     """Convert layers as they are built; the layers of one model share a :class:`Setup`.
 
-    Args:
-        recipe: what runs in FP8; by default ``FP8RL_RECIPE``, or else the default recipe.
-        report: function that takes the table of pins, once for each different table.
+    The table of pins is printed once for each different one.
     """
 
-    def __init__(self, recipe: Recipe | None = None, report: Report = say) -> None:
-        self._recipe = recipe
-        self._report = report
+    def __init__(self) -> None:
         self._reported: set[str] = set()
         # Layers own the setup, and their config, so an id cannot come back while an entry lives.
-        self._setups: weakref.WeakValueDictionary[tuple[int, bool], Setup] = (
-            weakref.WeakValueDictionary()
-        )
+        self._setups: weakref.WeakValueDictionary[int, Setup] = weakref.WeakValueDictionary()
 
-    def adopt(self, layer: Fp8TransformerLayer, *, reaches_mtp: bool) -> None:
+    def adopt(self, layer: Fp8TransformerLayer) -> None:
         """Convert one layer that was just built.
-
-        Args:
-            reaches_mtp: whether multi-token-prediction layers are built from the same spec.
 
         Raises:
             As :func:`megatron_fp8rl.convert`.
         """
-        recipe = self._recipe or Recipe.from_env() or Recipe()
+        recipe = Recipe.from_env() or Recipe()
         if not recipe.training:
             return
-        key = id(layer.config), reaches_mtp
-        setup = self._setups.get(key)
+        setup = self._setups.get(id(layer.config))
         if setup is None:
-            setup = self._setups[key] = self._prepare(layer.config, recipe, reaches_mtp)
+            setup = self._setups[id(layer.config)] = self._prepare(layer.config, recipe)
         layer.fp8_setup = setup
         adopt(setup, [layer])
 
-    def _prepare(self, config: Any, recipe: Recipe, reaches_mtp: bool) -> Setup:
-        unreached = bool(config.mtp_num_layers) and not reaches_mtp
+    def _prepare(self, config: Any, recipe: Recipe) -> Setup:
         if recipe.exact:
             raise UnsupportedError(
                 "exact is served by convert(model, recipe) of a built model, not by a spec; "
                 "convert the model, or set exact to false in the recipe."
             )
-        setup = prepare(config, recipe, Pins(names=("mtp.*",)) if unreached else None)
+        setup = prepare(config, recipe, Pins(names=("mtp.*",)) if config.mtp_num_layers else None)
         text = describe(setup)
         if text not in self._reported:
             self._reported.add(text)
-            self._report(text)
-            folder = compat.megatron_lm_save_folder()
-            if folder is not None and global_rank() == 0:
-                precision_file.save(folder, recipe, setup.policy)
+            say(text)
         return setup
 
 
@@ -112,7 +83,6 @@ class Fp8TransformerLayer(Fp8Module, TransformerLayer):
 
     Args:
         fp8: what converts the layer.
-        reaches_mtp: see :meth:`SpecConverter.adopt`.
     """
 
     def __init__(
@@ -122,77 +92,16 @@ class Fp8TransformerLayer(Fp8Module, TransformerLayer):
         layer_number: int = 1,
         *,
         fp8: SpecConverter,
-        reaches_mtp: bool = True,
         **options: Any,
     ) -> None:
         if submodules is None:
             submodules = _submodules(config, layer_number, **options)
         super().__init__(config, submodules, layer_number, **options)
-        fp8.adopt(self, reaches_mtp=reaches_mtp)
+        fp8.adopt(self)
 
 
-def fp8_layer_spec(
-    base: LayerSpec | SpecBuilder, recipe: Recipe | None = None, report: Report = say
-) -> Callable[..., LayerSpec]:
-    """Make a callable spec for Megatron-Bridge: another spec with FP8 layers.
-
-    Args:
-        base: a spec, or the function that Bridge calls for one
-            (``provider.transformer_layer_spec``).
-        recipe: what runs in FP8; by default ``FP8RL_RECIPE``, or else the default recipe.
-        report: function that takes the table of pins, once.
-
-    Returns:
-        ``spec(config, vp_stage=None)``.
-
-    Raises:
-        UnsupportedError: when called, for a layer class other than ``TransformerLayer``.
-    """
-    converter = SpecConverter(recipe, report)
-
-    def spec(config: Any, vp_stage: int | None = None) -> LayerSpec:
-        if isinstance(base, ModuleSpec | TransformerBlockSubmodules):
-            return _with_fp8(base, converter)
-        takes_stage = "vp_stage" in inspect.signature(base).parameters
-        built = base(config, vp_stage=vp_stage) if takes_stage else base(config)
-        return _with_fp8(built, converter)
-
-    return spec
-
-
-def layer_spec(config: Any, vp_stage: int | None = None) -> LayerSpec:
-    """Build megatron's GPT layers in FP8; a callable spec that a config can name.
-
-    The layers are TransformerEngine's or local, as ``config.transformer_impl`` says.
-    """
-    return _with_fp8(_block_spec(config, vp_stage), gpt_layer.params["fp8"])
-
-
-def _with_fp8(spec: LayerSpec, converter: SpecConverter) -> LayerSpec:
-    if isinstance(spec, TransformerBlockSubmodules):
-        layers = [_with_fp8(layer, converter) for layer in spec.layer_specs or ()]
-        return replace(spec, layer_specs=layers)
-    if spec.module is not TransformerLayer:
-        name = getattr(spec.module, "__name__", spec.module)
-        raise UnsupportedError(
-            f"The layer spec builds {name}, FP8 layers replace TransformerLayer alone; convert the "
-            "built model instead (megatron_fp8rl.convert or Megatron-Bridge's pre-wrap hook)."
-        )
-    params = {**spec.params, "fp8": converter}
-    return replace(spec, module=Fp8TransformerLayer, params=params)
-
-
-def _block_spec(config: Any, vp_stage: int | None) -> LayerSpec:
-    if config.num_moe_experts is None:  # Bridge edits the one spec of a dense model
-        return _layer_specs(config)[0]
-    return get_gpt_decoder_block_spec(config, **_spec_options(config), vp_stage=vp_stage)
-
-
-def _layer_specs(config: Any) -> list[ModuleSpec]:
-    return get_gpt_decoder_layer_specs(config, **_spec_options(config))
-
-
-def _spec_options(config: Any) -> dict[str, Any]:
+def _submodules(config: Any, layer_number: int, **options: Any) -> Any:
+    """Return what megatron builds the layer of, TransformerEngine's or local as the config says."""
     transformer_engine = config.transformer_impl == "transformer_engine"
     if config.transformer_impl != "local" and not (
         transformer_engine and compat.has_transformer_engine()
@@ -202,23 +111,19 @@ def _spec_options(config: Any) -> dict[str, Any]:
             "'local' (--transformer-impl local), or install TransformerEngine and set "
             "'transformer_engine'."
         )
-    return {
-        "use_transformer_engine": transformer_engine,
-        "normalization": config.normalization,
-        "qk_l2_norm": config.qk_l2_norm,
-    }
-
-
-def _submodules(config: Any, layer_number: int, **options: Any) -> Any:
+    specs = get_gpt_decoder_layer_specs(
+        config,
+        use_transformer_engine=transformer_engine,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+    )
     pg_collection = options.get("pg_collection")
     pp_rank = get_pg_rank(pg_collection.pp) if pg_collection is not None else None
     offset = get_transformer_layer_offset(config, options.get("vp_stage"), pp_rank)
-    return _layer_specs(config)[layer_number - 1 + offset].submodules
+    return specs[layer_number - 1 + offset].submodules
 
 
-gpt_layer = ModuleSpec(
-    module=Fp8TransformerLayer, params={"fp8": SpecConverter(), "reaches_mtp": False}
-)
+gpt_layer = ModuleSpec(module=Fp8TransformerLayer, params={"fp8": SpecConverter()})
 """``--spec megatron_fp8rl.integrations.megatron_lm gpt_layer``: every decoder layer, decided by the
 model's config.
 

@@ -22,8 +22,8 @@ _MISSING = object()
 
 @contextmanager
 def completed_local_spec() -> Iterator[None]:
-    """A region in which norms accept sequence parallelism and zero-centered weights, and routers
-    and gated delta nets run without TransformerEngine; leaving it restores everything."""
+    """A region in which norms accept sequence parallelism, and routers run without
+    TransformerEngine; leaving it restores everything."""
     with ExitStack() as stack:
         apply(stack, local_spec_patches())
         yield
@@ -34,8 +34,6 @@ def local_spec_patches() -> list[Patch]:
     from megatron.core.transformer import multi_latent_attention, multi_token_prediction
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    from megatron_fp8rl.testing import gated_delta_net
 
     patches: list[Patch] = [(WrappedTorchNorm, "__new__", _any_norm(WrappedTorchNorm.__new__))]
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -51,7 +49,7 @@ def local_spec_patches() -> list[Patch]:
         # It compares with classes that are None without TransformerEngine (0.20).
         name = "is_inference_column_parallel_linear"
         patches.append((multi_token_prediction, name, lambda module: False))
-    return patches + gated_delta_net.patches()
+    return patches
 
 
 def apply(stack: ExitStack, patches: Iterable[Patch]) -> None:
@@ -67,20 +65,15 @@ def apply(stack: ExitStack, patches: Iterable[Patch]) -> None:
 
 
 def _any_norm(build: Callable[..., torch.nn.Module]) -> Callable:
-    """torch's norms refuse sequence parallel, though all they lack is the tag on their parameters,
-    and weights that are zero-centered.
+    """torch's norms refuse sequence parallel, though all they lack is the tag on their parameters.
 
     ``finalize_model_grads`` sums the gradients of tagged parameters over the TP group.
     """
-    from megatron_fp8rl.testing.gated_delta_net import ZeroCenteredRMSNorm
 
     def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         local = copy.copy(config)
-        local.sequence_parallel = local.layernorm_zero_centered_gamma = False
+        local.sequence_parallel = False
         norm: Any = build(cls, local, *args, **kwargs)
-        if config.layernorm_zero_centered_gamma:
-            norm.__class__ = ZeroCenteredRMSNorm
-            norm.weight.data.zero_()
         for parameter in norm.parameters() if config.sequence_parallel else ():
             parameter.sequence_parallel = True  # type: ignore[attr-defined]
         return norm

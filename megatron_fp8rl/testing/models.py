@@ -6,7 +6,6 @@ the tests use it; on GPUs take the model from Megatron-LM, Megatron-Bridge or Ne
 
 from __future__ import annotations
 
-import copy
 import reprlib
 from collections.abc import Collection
 from typing import Any
@@ -41,8 +40,6 @@ from fp8rl.models.families import (
     Module,
 )
 from fp8rl.models.spec import ModelSpec
-from megatron_fp8rl.hf_names import linear_attention_layers
-from megatron_fp8rl.testing import gated_delta_net
 from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG
 
 _READ = frozenset(
@@ -143,6 +140,12 @@ def build_gpt(
     """
     config = transformer_config(hf_config, dtype=dtype, **overrides)
     tensor_parallel = config.tensor_model_parallel_size
+    linear = "linear_attention" in (getattr(hf_config, "layer_types", None) or ())
+    if linear and transformer_layer_spec is None:
+        raise UnsupportedError(
+            f"'{hf_config.model_type}' has layers of linear attention, which Megatron's local spec "
+            "lacks; give transformer_layer_spec, or take the model from Megatron-Bridge."
+        )
     spec = transformer_layer_spec or _local_spec(config, vp_stage)
     if core_attention is not None:
         spec.submodules.self_attention.submodules.core_attention = core_attention
@@ -173,13 +176,10 @@ def build_gpt(
 
 
 def _local_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
-    hybrid = any(linear_attention_layers(config))
-    if config.num_moe_experts is None and not hybrid:
+    if config.num_moe_experts is None:
         return _layer_spec(config)
-    plain = copy.copy(config)
-    plain.experimental_attention_variant = None  # 0.20 has another function for delta nets
     spec = get_gpt_decoder_block_spec(
-        plain, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
     )
     if config.multi_latent_attention:
         for layer in spec.layer_specs:
@@ -187,7 +187,7 @@ def _local_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
             attention.core_attention = LatentDotProductAttention
             if config.q_lora_rank is None:  # 0.16.1 ignores the norm, 0.20 refuses it
                 attention.q_layernorm = IdentityOp
-    return gated_delta_net.hybrid_spec(spec, config) if hybrid else spec
+    return spec
 
 
 def _layer_spec(config: TransformerConfig) -> Any:
@@ -233,8 +233,6 @@ def transformer_config(
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
     }
-    if family.linear_attention is not None:
-        fields |= gated_delta_net.config_fields(hf_config)
     if family.experts is not None and spec.experts:
         fields |= _moe_fields(hf_config, spec, family.experts)
     if family.attention.kv != "latent":

@@ -7,11 +7,11 @@ and before anything in the config has been changed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
-from fp8rl.recipe import KVCache, KVDtype
+from fp8rl.recipe import KVDtype
 from nemo_rl_ext.config.drivers import (
     BLOCK,
     DTENSOR,
@@ -62,7 +62,7 @@ def refuse_unread_settings(
         value = getattr(given, key)
         asks = key in block and value not in (type(value)(), "auto")
         if key == "kv_cache" and kv_dtype(given) == "auto":
-            asks = False  # see below
+            asks = False  # no cache is rounded
         if not asks or acting & set(readers):
             continue
         missing = [p for p in readers if p in driver.serves and not (by_dtensor and p == idle)]
@@ -81,53 +81,19 @@ def refuse_unread_settings(
                 f"{driver.scripts[0]} has no use for it ({driver.unsupported_reason}); remove it"
             )
         raise RecipeError(f"'{where}.{key}' has no effect: {reason}.")
-    refuse_unread_kv_settings(block, given, where, sections)
-
-
-def refuse_unread_kv_settings(
-    block: Mapping[str, Any],
-    given: Recipe,
-    where: str,
-    sections: Sections,
-    dtype_key: str | None = None,
-) -> None:
-    """Refuse how scales are made and used where no cache has any.
-
-    A config that a checkpoint keeps has every key, so what is so anyway may be written.
-
-    Args:
-        dtype_key: path of upstream's key that sets the dtype; the block's own by default.
-    """
-    dtype, dtype_key = given.kv_cache.dtype, dtype_key or f"{where}.kv_cache.dtype"
-    if dtype == "int8_per_token_head" and not given.rollout:
-        raise RecipeError(
-            f"'{dtype_key}' has no effect: '{where}.rollout' is false; set it to true, "
-            "or remove the key."
-        )
-    readers = {key: ["fp8_e4m3"] for key in ("recalibrate", "margin")}
-    if dtype != "int8_per_token_head":
-        readers["in_training"] = [d for d in get_args(KVDtype) if sections.trainer_can_round(d)]
-    unread = KVCache(in_training=False)
-    for key, dtypes in readers.items():
-        written = key in (block.get("kv_cache") or {})
-        if not written or getattr(given.kv_cache, key) == getattr(unread, key):
-            continue
-        if not given.kv_cache.has_scales:
-            remedy = f"set it to {' or '.join(dtypes)}, or remove" if dtypes else "remove"
-            reason = f"'{dtype_key}' is {dtype}; {remedy} the key"
-        elif not given.rollout:
-            reason = f"'{where}.rollout' is false; set it to true, or remove the key"
-        elif VLLM not in sections.blocks:
-            reason = "no rollouts run by this block; remove the key"
-        else:
-            continue
-        raise RecipeError(f"'{where}.kv_cache.{key}' has no effect: {reason}.")
 
 
 def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
     """Refuse upstream's settings that FP8 or the correction of whole batches cannot serve."""
     if recipe.exact:
         refuse_inexact(recipe, block_path(next(iter(sections.blocks))), sections)
+    dtype = recipe.kv_cache.dtype
+    if dtype == "int8_per_token_head" and VLLM in sections.blocks and not recipe.rollout:
+        ours = block_path(VLLM)
+        raise RecipeError(
+            f"'{ours}.kv_cache.dtype' {dtype} has no effect: '{ours}.rollout' is false; set it to "
+            "true, or remove the key."
+        )
     refuse(_other_workers(recipe, sections), sections)
     if recipe.training and sections.trainer == MEGATRON:
         refuse(_TRAINING, sections)

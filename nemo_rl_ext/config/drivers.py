@@ -44,7 +44,7 @@ class Driver:
     section: str
     """Top-level key that its configs have. A driver that comes later in :data:`DRIVERS` may be a
     special case of one before it, whose key its configs have as well."""
-    serves: tuple[str, ...] = ()
+    serves: tuple[str, ...]
     """Sections whose ``fp8rl`` is read."""
     unsupported_reason: str = ""
     """Why it does not serve the other sections."""
@@ -59,7 +59,7 @@ class Driver:
             blocks.append(f"{ARGUMENTS}.{BLOCK}")
         if LOSS in self.serves:
             blocks += [f"{LOSS}.{key}" for key in (GUARD, PLAN)]
-        return (*blocks, f"policy.{PLAN}") if blocks else ()
+        return (*blocks, f"policy.{PLAN}")
 
 
 _ALL = (VLLM, MEGATRON, LOSS)
@@ -107,31 +107,6 @@ _TABLE = (
         _GENERATES_NOTHING,
     ),
     Driver("dpo", f"{_ALGORITHMS}.dpo", ("run_dpo.py",), "dpo", (MEGATRON,), _GENERATES_NOTHING),
-    Driver(
-        "rm",
-        f"{_ALGORITHMS}.rm",
-        ("run_rm.py",),
-        "rm",
-        (),
-        "NeMo RL trains reward models with DTensor or Automodel workers alone, which run in BF16",
-    ),
-    Driver(
-        "xtoken_off_policy_distillation",
-        f"{_ALGORITHMS}.xtoken_off_policy_distillation",
-        ("run_xtoken_off_policy_distillation.py",),
-        "teachers",
-        (),
-        "it generates nothing, and NeMo RL trains it with DTensor or Automodel workers alone, "
-        "which run in BF16",
-    ),
-    Driver(
-        "eval",
-        "nemo_rl.evals.eval",
-        ("run_eval.py",),
-        "eval",
-        (),
-        "it evaluates a checkpoint in the checkpoint's own precision",
-    ),
 )
 DRIVERS = {driver.name: driver for driver in _TABLE}
 

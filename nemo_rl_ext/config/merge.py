@@ -155,12 +155,7 @@ def read(sections: Sections) -> RunPlan | None:
     if unused:
         places = " and ".join(f"'{block_path(path)}'" for path in driver.serves)
         raise RecipeError(
-            f"'{unused[0]}' is set, but no section uses it; "
-            + (
-                f"interpolate the recipe into {places}."
-                if places
-                else f"{driver.scripts[0]} serves none ({driver.unsupported_reason}), so remove it."
-            )
+            f"'{unused[0]}' is set, but no section uses it; interpolate the recipe into {places}."
         )
     if not blocks:
         return None
@@ -211,9 +206,6 @@ def read(sections: Sections) -> RunPlan | None:
     if LOSS in blocks:
         _loss(merged, sections.loss)
     recipe = Recipe.from_dict(merged.data, where=first)
-    theirs = next((key for key, ours in merged.taken.items() if ours == "kv_cache.dtype"), None)
-    if theirs is not None:
-        checks.refuse_unread_kv_settings(block, recipe, first, sections, theirs)
     dtype = kv_dtype(recipe)
     kv_scales: Literal["trainer", "engine"] | None = None
     if has_fp8_kv(recipe):
@@ -253,7 +245,6 @@ def read(sections: Sections) -> RunPlan | None:
         guard=guard,
         queues_batches=_queues_batches(sections),
         notes=tuple(notes),
-        taken=merged.taken,
     )
 
 
@@ -273,8 +264,6 @@ class _Merge:
             k: dict(v) if isinstance(v, Mapping) else v for k, v in block.items()
         }
         self.path = path
-        self.taken: dict[str, str] = {}
-        """Path of each key of upstream's that says something, and the key of ours that it sets."""
 
     def add(self, ours: str, value: Any, theirs: str) -> None:
         """Set ``ours`` (dotted) because ``theirs`` says so, unless the block says otherwise."""
@@ -288,11 +277,9 @@ class _Merge:
                 f"{target[key]!r}; remove one of them."
             )
         target[key] = value
-        self.taken[theirs] = ours
 
-    def extend_pins(self, key: str, value: Any, theirs: str) -> None:
-        """Add to the pins of a kind because ``theirs`` says so."""
-        self.taken[theirs] = f"pins.{key}"
+    def extend_pins(self, key: str, value: Any) -> None:
+        """Add to the pins of a kind."""
         pins = self.data.setdefault("pins", {})
         if isinstance(value, int):
             pins[key] = max(pins.get(key, 0), value)
@@ -334,10 +321,10 @@ def _rollout(merged: _Merge, sections: Sections) -> None:
     for key, pin in (("num_first_layers_in_bf16", "first"), ("num_last_layers_in_bf16", "last")):
         count = vllm.get(key)
         if count:
-            merged.extend_pins(pin, count, f"{VLLM}.{key}")
+            merged.extend_pins(pin, count)
     key = "quantization_ignored_layer_kws"
     if vllm.get(key):
-        merged.extend_pins("names", [f"*{word}*" for word in vllm[key]], f"{VLLM}.{key}")
+        merged.extend_pins("names", [f"*{word}*" for word in vllm[key]])
 
 
 def _training(merged: _Merge, sections: Sections) -> None:
@@ -353,18 +340,16 @@ def _training(merged: _Merge, sections: Sections) -> None:
         merged.add("training", True, f"{MEGATRON}.fp8_cfg.enabled")
     refuse(_OF_TRAINING, sections)
     # Upstream reads the first, its YAMLs have the second too.
-    for path, keys in ((f"{MEGATRON}.model_overrides", overrides), (MEGATRON, megatron)):
+    for keys in (overrides, megatron):
         if keys.get("first_last_layers_bf16"):
             # Megatron-Core's defaults of both numbers are 1.
             for pin, key in (("first", "start"), ("last", "end")):
                 key = f"num_layers_at_{key}_in_bf16"
                 count = 1 if keys.get(key) is None else keys[key]
-                merged.extend_pins(pin, count, f"{path}.{key}")
+                merged.extend_pins(pin, count)
 
 
 def _loss(merged: _Merge, loss: Mapping[str, Any]) -> None:
-    if loss.get("use_importance_sampling_correction"):  # ours takes its place
-        merged.taken[f"{LOSS}.use_importance_sampling_correction"] = "importance_sampling"
     kind = loss.get("truncated_importance_sampling_type")
     if kind is not None:
         theirs = f"{LOSS}.truncated_importance_sampling_type"

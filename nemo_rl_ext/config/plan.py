@@ -41,11 +41,6 @@ class RunPlan(BaseModel):
     """Whether batches may wait for their training across a refit."""
     notes: tuple[str, ...] = ()
     """Sentences for the log."""
-    taken: dict[str, str] = {}
-    """Upstream's keys that the recipe has taken over: full path, key of the recipe.
-
-    No list of pairs: upstream's TensorBoard logger takes the config and refuses lists in lists.
-    """
 
     @classmethod
     def of(cls, section: Any) -> RunPlan | None:

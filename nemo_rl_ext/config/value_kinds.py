@@ -57,7 +57,6 @@ _SIZES = (
     *_at(VLLM, "tensor_parallel_size pipeline_parallel_size expert_parallel_size"),
     f"{MEGATRON}.pipeline_model_parallel_size",
 )
-_MACHINES = "num_nodes gpus_per_node"
 _AT_ENDS = "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
 _NUMBERS_OF_LAYERS = (
     *_at(VLLM, "num_first_layers_in_bf16 num_last_layers_in_bf16"),
@@ -110,21 +109,13 @@ SIZES = _rules(
     ),
     (
         (
-            *_at(MEGATRON, "tensor_model_parallel_size context_parallel_size"),
             "policy.generation.vllm_kwargs.kv_cache_memory_bytes",
-            *_at("cluster", _MACHINES),
-            *_at("policy.generation.colocated.resources", _MACHINES),
-            *_at("env.reward_model.resources", _MACHINES),
+            *_at("cluster", "num_nodes gpus_per_node"),
         ),
         *_COUNT,
     ),
-    (
-        (f"{VLLM}.gpu_memory_utilization",),
-        lambda value: type(value) in (int, float) and 0 <= value <= 1,
-        "a number from 0 to 1",
-    ),
 )
-"""Rules of the keys from which the doctor counts GPUs and memory."""
+"""Rules of the keys from which the doctor computes memory."""
 
 
 def refuse_wrong_kinds(sections: Sections, kinds: tuple[_Kind, ...] = KINDS) -> None:

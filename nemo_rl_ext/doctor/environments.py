@@ -20,7 +20,6 @@ from typing import Any
 from fp8rl.errors import UnsupportedError
 from fp8rl.plugins.adapters import Diagnosis, Section
 from nemo_rl_ext.doctor.installation import find_package, installed_package, version
-from nemo_rl_ext.doctor.probe import PACKAGES
 from nemo_rl_ext.patches.upstream import KNOWN
 
 VENVS = "NEMO_RL_VENV_DIR"
@@ -63,11 +62,9 @@ class Environment:
         where = f"{self.name} ('{self.python}')"
         if self.answer is None:
             return f"{where} does not answer: {self.silence}; {_ANEW}, or remove its folder."
-        errors = self.answer["errors"]
-        for module, error in errors.items():
+        for module, error in self.answer["errors"].items():
             if error is not None:
-                remedy = _whole(self.name) if _lacks_theirs(error) else _remedy(self.python)
-                return f"{where} cannot import {module} ({error}); {remedy}."
+                return f"{where} cannot import {module} ({error}); {_remedy(self.python)}."
         group = {_DRIVER: "torch.backends", **dict.fromkeys(_VLLM, "vllm.general_plugins")}
         wanted = group.get(self.name)
         if wanted is not None and wanted not in self.answer["entry points"]:
@@ -111,14 +108,11 @@ def examine_environments(source: Path | None) -> Diagnosis:
         facts[ONE_FOR_ALL] = "1; workers of vLLM and Megatron run in the driver's environment"
     rows = tuple(_row(e, driver) for e in found)
     columns = ("environment", "Python", "fp8rl", "with", "DeepGEMM", "state")
-    sections = [Section("fp8rl in each environment", columns, rows)]
-    notes = tuple((note,) for note in _notes(found))
-    if notes:
-        sections.append(Section("notes", ("",), notes))
+    section = Section("fp8rl in each environment", columns, rows)
     installed = (
         "not found" if package is None else f"{version(package)}, in {package.absolute().parent}"
     )
-    return Diagnosis(installed, (KNOWN,), facts, tuple(problems), tuple(sections))
+    return Diagnosis(installed, (KNOWN,), facts, tuple(problems), (section,))
 
 
 def _folders(package: Path | None) -> list[Path]:
@@ -230,17 +224,6 @@ def _remedy(python: str) -> str:
     )
 
 
-def _lacks_theirs(error: str) -> bool:
-    """Tell whether a module is missing that NeMo RL's requirements bring, not fp8rl's folder."""
-    missing = re.match(r"ModuleNotFoundError: No module named '(\w+)", error)
-    return missing is not None and missing[1] not in (*PACKAGES, "wrapt", "pluggy")
-
-
-def _whole(name: str) -> str:
-    how = "run 'uv sync'" if name == _DRIVER else f"{_ANEW}, or remove its folder"
-    return f"NeMo RL's requirements bring that module, so the environment is not whole; {how}"
-
-
 def _row(environment: Environment, driver: Environment) -> tuple[str, ...]:
     answer = environment.answer
     if answer is None:
@@ -260,23 +243,3 @@ def _row(environment: Environment, driver: Environment) -> tuple[str, ...]:
         answer["DeepGEMM"] or "no",
         state,
     )
-
-
-def _notes(found: list[Environment]) -> list[str]:
-    notes = []
-    for environment in found:
-        answer = environment.answer
-        if answer is None or not environment.needed:
-            continue
-        if answer["versions"]["wrapt"] and not answer["compiled wrapt"]:
-            notes.append(
-                f"{environment.name}: wrapt was made for another Python than {answer['python']} "
-                "and runs as plain Python, slower; install it with this environment's Python."
-            )
-        if environment.name in _MEGATRON and answer["DeepGEMM"] is None:
-            notes.append(
-                f"{environment.name} has no DeepGEMM, which experts in FP8 need with "
-                "'policy.megatron_cfg.moe_grouped_gemm', and all models with exact; others do "
-                "without."
-            )
-    return notes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from fp8rl.models.folder import folder_config
 from fp8rl.models.spec import ModelSpec
 from fp8rl.plugins.adapters import ConfigRequest, Diagnosis, Section
 from fp8rl.precision_report import precision_section
-from nemo_rl_ext.config.drivers import BLOCK, DTENSOR, LOSS, MEGATRON, VLLM, find
+from fp8rl.recipe import KVDtype
+from nemo_rl_ext.config.drivers import BLOCK, DTENSOR, MEGATRON, VLLM, find
 from nemo_rl_ext.config.keys import Sections, block_path, kv_dtype
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.model_pins import check_model, model_spec
@@ -22,19 +22,11 @@ from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.config.value_kinds import SIZES, refuse_wrong_kinds
 from nemo_rl_ext.doctor.config_file import load_run
 from nemo_rl_ext.doctor.installation import find_package, installed_package, look_at
-from nemo_rl_ext.doctor.memory import CACHES, GPUs, gpus_of, rollout_section
-from nemo_rl_ext.doctor.wake_up import wake_up_section
+from nemo_rl_ext.doctor.wake_up import rollout_sizes, wake_up_section
 from nemo_rl_ext.patches.upstream import KNOWN
 
-_ROLLOUT_SIZES = tuple(f"{VLLM}.{key}_parallel_size" for key in ("tensor", "pipeline"))
-_TRAINING_SIZES = tuple(
-    f"{MEGATRON}.{key}"
-    for key in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-    )
-)
+_CACHES: dict[KVDtype, str] = {"fp8_e4m3": "FP8", "int8_per_token_head": "INT8", "auto": "BF16"}
+"""Formats of a KV cache, for people."""
 
 
 def diagnose() -> Diagnosis:
@@ -47,13 +39,8 @@ def diagnose() -> Diagnosis:
         )
         return Diagnosis(None, (KNOWN,), problems=(problem,))
     found = look_at(package)
-    fit = len(found.patches) - len(found.problems)
-    return Diagnosis(
-        found.version,
-        (KNOWN,),
-        {"patches": f"{fit} of {len(found.patches)} fit", "config": "not looked at; give X.yaml"},
-        found.problems,
-    )
+    facts = {"patches": found.fit, "config": "not looked at; give X.yaml"}
+    return Diagnosis(found.version, (KNOWN,), facts, found.problems)
 
 
 def examine(request: ConfigRequest) -> Diagnosis:
@@ -73,7 +60,11 @@ def examine(request: ConfigRequest) -> Diagnosis:
     if block is not None:
         places = ", ".join(map(block_path, sections.blocks))
         told += f"; what follows is for {json.dumps(block)} as {places}"
-    facts = {"config": f"{request.file.name}, for examples/{driver.scripts[0]}", "fp8rl keys": told}
+    facts = {
+        "patches": nemo_rl.fit,
+        "config": f"{request.file.name}, for examples/{driver.scripts[0]}",
+        "fp8rl keys": told,
+    }
     problems = [*nemo_rl.problems] if given or block is not None else []
     found: list[Section] = []
     notes: list[str] = []
@@ -97,18 +88,10 @@ def examine(request: ConfigRequest) -> Diagnosis:
                     "whether the model is served and the pins fit it was not looked at, because "
                     "its config.json is not here; the driver looks."
                 )
-            gpus = gpus_of(sections)
-            facts |= _decisions(plan, sections, gpus)
-            problems += _layout_problems(sections, gpus, model)
-            found += _upstream_keys(plan, sections)
+            facts |= _decisions(plan, sections)
             found += _modules(plan, sections, model, pins, request.gpu_memory, problems)
     except (ModelError, RecipeError, UnsupportedError) as error:
         problems.append(str(error))
-    patches = tuple(
-        (patch.name, patch.purpose, "does not fit" if patch.misfits else "fits")
-        for patch in nemo_rl.patches
-    )
-    found.append(Section("patches of this NeMo RL", ("patch", "what it changes", "state"), patches))
     if notes:
         found.append(Section("notes", ("",), tuple((note,) for note in notes)))
     return Diagnosis(
@@ -141,17 +124,11 @@ def _suppose_block(
     Returns:
         The block; None where the config has one, or where no key asks for FP8.
     """
-    driver = sections.driver
     if request.recipe is not None:
         if given:
             raise OptionError(
                 f"'{request.file}' has a recipe at '{given[0]}', so --recipe would not be read; "
                 "leave it out."
-            )
-        if not driver.serves:
-            raise OptionError(
-                f"examples/{driver.scripts[0]} has no use for --recipe "
-                f"({driver.unsupported_reason}); leave it out."
             )
         block = request.recipe.model_dump(mode="json", exclude_unset=True)
     else:
@@ -164,22 +141,21 @@ def _suppose_block(
         }
         if given or not (block["rollout"] or block["training"]):
             return None
-    for path in driver.serves:
+    for path in sections.driver.serves:
         section: Any = sections.at(path)
         if section and path != DTENSOR:
             section[BLOCK] = dict(block)
-    return block if driver.serves else None
+    return block
 
 
-def _decisions(plan: RunPlan, sections: Sections, gpus: GPUs) -> dict[str, str]:
-    """Say in a line each what runs in FP8 and how the loss is corrected."""
-    recipe, guard = plan.recipe, plan.guard
+def _decisions(plan: RunPlan, sections: Sections) -> dict[str, str]:
+    """Say in a line each what runs in FP8."""
+    recipe = plan.recipe
     facts = {}
     if sections.generation:
         linears = "FP8 linear layers" if recipe.rollout else "BF16 linear layers"
-        cache = CACHES[kv_dtype(recipe)]
         backend = sections.generation.get("backend", "vllm")
-        facts["rollout"] = f"{linears}, {cache} KV cache; {backend} on {_count(gpus.rollout)}"
+        facts["rollout"] = f"{linears}, {_CACHES[kv_dtype(recipe)]} KV cache; {backend}"
     if plan.kv_scales == "trainer":
         facts["KV scales"] = (
             "from the trainer's own forwards, with every refit; recalibrate: "
@@ -187,79 +163,11 @@ def _decisions(plan: RunPlan, sections: Sections, gpus: GPUs) -> dict[str, str]:
         )
     linears = "FP8 linear layers" if recipe.training else "BF16"
     trainer = "Megatron" if plan.megatron else sections.other_trainer
-    same = "the same " if gpus.shared and sections.generation else ""
-    turns = ", in turn" if same else ""
-    facts["training"] = f"{linears}; {trainer} on {same}{_count(gpus.training)}{turns}"
+    facts["training"] = f"{linears}; {trainer}"
     if plan.rounded_as != "auto":
-        held = CACHES[plan.rounded_as]
+        held = _CACHES[plan.rounded_as]
         facts["training"] += f"; attends over K and V as the {held} cache holds them"
-    if LOSS in plan.sections:
-        given = recipe.importance_sampling
-        low = "" if given.low is None else f", low {given.low:g}"
-        bounds = "" if given.mode == "off" else f"{low}, high {given.high:g}"
-        rejection = "" if given.rejection is None else f"; rejection, level {given.rejection.level}"
-        veto = "" if given.token_veto is None else f"; token veto {given.token_veto:g}"
-        facts["importance sampling"] = (
-            f"level {given.level}, mode {given.mode}{bounds}{rejection}{veto}"
-        )
-        facts["mismatch guard"] = "off" if guard is None else f"on, fallback {guard.fallback}"
     return facts
-
-
-def _layout_problems(sections: Sections, gpus: GPUs, model: ModelSpec | None) -> list[str]:
-    """Return a sentence for each engine with parallel sizes beyond its GPUs or layers.
-
-    NeMo RL asserts the first once Ray has started. That a size divides the GPUs is left to it.
-    """
-    layouts: list[tuple[int, str, tuple[str, ...]]] = []
-    if _has_rollouts(sections):
-        layouts.append((gpus.rollout, "rollouts", _ROLLOUT_SIZES))
-    if sections.megatron.get("enabled"):
-        layouts.append((gpus.training, "training", _TRAINING_SIZES))
-    problems = []
-    for count, use, paths in layouts:
-        places = (path.rpartition(".") for path in paths)
-        size = math.prod(sections.at(section).get(key) or 1 for section, _, key in places)
-        if count < size:
-            product = " times ".join(map(repr, paths))
-            problems.append(
-                f"{product} is {size}, but {_count(count)} serve {use}; lower them, or correct "
-                "'cluster' and 'policy.generation.colocated'."
-            )
-    stages = sections.megatron.get("pipeline_model_parallel_size") or 1
-    if sections.megatron.get("enabled") and model is not None and stages > len(model.layers):
-        problems.append(
-            f"'{_TRAINING_SIZES[1]}' is {stages}, more than the model's {len(model.layers)} "
-            "layers; lower it."
-        )
-    return problems
-
-
-def _has_rollouts(sections: Sections) -> bool:
-    return bool(sections.vllm) and sections.generation.get("backend", "vllm") == "vllm"
-
-
-def _count(gpus: int) -> str:
-    return f"{gpus} GPU{'' if gpus == 1 else 's'}"
-
-
-def _upstream_keys(plan: RunPlan, sections: Sections) -> list[Section]:
-    """Table of the keys that the recipe has taken over; no table where there are none."""
-    rows = []
-    for path, ours in plan.taken.items():
-        parent, _, key = path.rpartition(".")
-        value: Any = plan.recipe.to_dict()
-        for part in ours.split("."):
-            value = value[part]
-        became = f"{ours} takes its place" if isinstance(value, dict) else f"{ours}: {_yaml(value)}"
-        rows.append((path, _yaml(sections.at(parent).get(key)), became))
-    columns = ("key", "value", "becomes in the recipe")
-    return [Section("NeMo RL's keys in the recipe", columns, tuple(rows))] if rows else []
-
-
-def _yaml(value: Any) -> str:
-    """Write a value as it stands in a YAML."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _modules(
@@ -270,7 +178,7 @@ def _modules(
     gpu_memory: float | None,
     problems: list[str],
 ) -> list[Section]:
-    """Tables of the model's modules and of a rollout's memory, as far as the model is known.
+    """Tables of the model's modules and of vLLM's KV cache, as far as the model is known.
 
     What is refused is added to ``problems``.
     """
@@ -278,11 +186,6 @@ def _modules(
     in_fp8 = [name for name in ("rollout", "training") if getattr(recipe, name)]
     # Without FP8 nothing is refused, but the memory of such a model may be unknown.
     unknown = not in_fp8 and model is not None and model.refused(rollout=True, training=False)
-    if in_fp8 and pins is None:
-        written = recipe.pins.model_dump(mode="json", exclude_defaults=True)
-        told = tuple((f"pins.{key}", _yaml(value)) for key, value in written.items())
-        always = ("always", "lm_head, embed_tokens, norms, routers")
-        return [Section("kept in BF16", ("", ""), (*told, always))]
     if model is None or pins is None or unknown:
         return []
     rows = pins.report()
@@ -290,10 +193,10 @@ def _modules(
     if in_fp8:
         title = f"precision of each module in {' and '.join(in_fp8)}"
         found.append(precision_section(rows, title))
-    if _has_rollouts(sections):
+    if sections.vllm and sections.generation.get("backend", "vllm") == "vllm":
         served = rows if recipe.rollout else [replace(row, precision="bf16") for row in rows]
-        dtype = kv_dtype(recipe)
-        memory = rollout_section(sections, model, served, dtype, gpu_memory, problems)
-        if memory:
-            found += [*memory, wake_up_section(sections, model, served, gpu_memory)]
+        if why_not := rollout_sizes(sections, model).split_problem():
+            problems.append(f"'{VLLM}.tensor_parallel_size': {why_not}")
+        else:
+            found.append(wake_up_section(sections, model, served, gpu_memory))
     return found

@@ -18,38 +18,26 @@ _VERSION_FILE = "package_info.py"
 
 
 @dataclass(frozen=True)
-class Patch:
-    """A patch of ours, compared with a NeMo RL."""
-
-    name: str
-    purpose: str
-    """First line of its module."""
-    internals: int
-    """Number of functions and classes that it relies on."""
-    misfits: tuple[str, ...]
-    """One sentence for each internal that does not fit."""
-
-
-@dataclass(frozen=True)
 class Installation:
     """A NeMo RL, and how our patches fit it."""
 
     version: str
-    patches: tuple[Patch, ...]
+    fit: str
+    """How many patches fit, e.g. ``9 of 9 fit``."""
     problems: tuple[str, ...]
     """One sentence for each patch that does not fit."""
 
 
 def look_at(package: Path) -> Installation:
     """Compare every patch with the source of a ``nemo_rl`` folder; nothing is imported from it."""
-    release, patches = version(package), tuple(compare_patches(package))
+    release, misfits = version(package), compare_patches(package)
     problems = tuple(
-        f"Patch '{patch.name}' does not fit this NeMo RL: {patch.misfits[0]} {served(release)} "
-        f"({len(patch.misfits)} of {patch.internals} internals differ)."
-        for patch in patches
-        if patch.misfits
+        f"Patch '{patch}' does not fit this NeMo RL: {found[0]} {served(release)} "
+        f"({len(found)} of its internals differ)."
+        for patch, found in misfits.items()
+        if found
     )
-    return Installation(release, patches, problems)
+    return Installation(release, f"{len(misfits) - len(problems)} of {len(misfits)} fit", problems)
 
 
 def installed_package() -> Path | None:
@@ -113,27 +101,13 @@ def relied_on() -> Iterator[tuple[str, Upstream]]:
             yield name, upstream
 
 
-def compare_patches(package: Path) -> list[Patch]:
-    """Compare every patch with the source of a ``nemo_rl`` folder."""
-    misfits: dict[str, list[str | None]] = {}
+def compare_patches(package: Path) -> dict[str, list[str]]:
+    """Return for each patch a sentence for each internal that differs in a ``nemo_rl`` folder."""
+    misfits: dict[str, list[str]] = {}
     for name, upstream in relied_on():
+        found = misfits.setdefault(name, [])
         try:
             compare_source(str(package), upstream)
         except (UnsupportedError, SyntaxError) as error:
-            misfits.setdefault(name, []).append(str(error))
-        else:
-            misfits.setdefault(name, []).append(None)
-    return [
-        Patch(
-            name,
-            _purpose(name),
-            len(compared),
-            tuple(misfit for misfit in compared if misfit is not None),
-        )
-        for name, compared in misfits.items()
-    ]
-
-
-def _purpose(patch: str) -> str:
-    document = importlib.import_module(f"nemo_rl_ext.patches.{patch}").__doc__ or ""
-    return document.partition("\n")[0].replace("``", "").rstrip(".")
+            found.append(str(error))
+    return misfits

@@ -20,16 +20,14 @@ GROUPS = ("torch.backends", "vllm.general_plugins")
 def report() -> dict[str, Any]:
     """Return what was found, as JSON takes it; torch and the engines are not imported."""
     folders = [_folder(name) for name in PACKAGES]
-    errors = {name: _error(name) for name in MODULES}
     return {
+        "errors": {name: _error(name) for name in MODULES},  # first: it imports them
         "python": "{}.{}.{}".format(*sys.version_info[:3]),
         "prefix": str(Path(sys.prefix).resolve()),
         "folder": None if folders[0] is None else str(folders[0]),
         "fp8rl": getattr(sys.modules.get("fp8rl"), "__version__", None),
         "code": _digest(folders),
         "versions": {name: _version(name) for name in DISTRIBUTIONS},
-        "errors": errors,
-        "compiled wrapt": _error("wrapt._wrappers") is None,
         "entry points": [
             group
             for group in GROUPS

@@ -20,14 +20,22 @@ from fp8rl.models.pins import PinRow
 from fp8rl.models.sizes import GIB, Sizes, gib
 from fp8rl.models.spec import ModelSpec
 from fp8rl.plugins.adapters import Section
-from nemo_rl_ext.config.drivers import MEGATRON
+from nemo_rl_ext.config.drivers import MEGATRON, VLLM
 from nemo_rl_ext.config.keys import Sections
-from nemo_rl_ext.doctor.memory import gpus_of, rollout_sizes
 
 CACHE_KEY = "policy.generation.vllm_kwargs.kv_cache_memory_bytes"
 SHARE = 3
 """The KV cache gets one part in so many of what weights and trainer leave."""
 _OPTIMIZER = f"{MEGATRON}.optimizer"
+_OTHER_MODELS = ("env.reward_model", "on_policy_distillation.non_colocated_teachers")
+"""Sections of models that get GPUs of the cluster before the trainer does."""
+
+
+def rollout_sizes(sections: Sections, model: ModelSpec) -> Sizes:
+    """Return the sizes of a model as vLLM splits it."""
+    ranks = int(sections.vllm.get("tensor_parallel_size") or 1)
+    expert_parallel = int(sections.vllm.get("expert_parallel_size") or 1)
+    return Sizes(model, ranks, expert_ranks=expert_parallel if expert_parallel > 1 else None)
 
 
 def wake_up_section(
@@ -45,8 +53,7 @@ def wake_up_section(
 def _rows(
     sections: Sections, model: ModelSpec, modules: Sequence[PinRow], gpu_memory: float | None
 ) -> dict[str, str]:
-    gpus = gpus_of(sections)
-    if not gpus.shared:
+    if not sections.at("policy.generation.colocated").get("enabled", True):
         return {CACHE_KEY: "not needed: vLLM has GPUs of its own, and does not sleep"}
     each, why = _stays(sections)
     if each is None:
@@ -55,7 +62,9 @@ def _rows(
     if free is None:
         return {CACHE_KEY: f"cannot be told: {measured}"}
     weights = rollout_sizes(sections, model).bytes(modules, 2, "auto").weights
-    trainer = each * Sizes(model, 1).elements(modules) // max(gpus.training, 1)
+    cluster = sections.at("cluster")
+    gpus = int(cluster.get("num_nodes") or 1) * int(cluster.get("gpus_per_node") or 1)
+    trainer = each * Sizes(model, 1).elements(modules) // gpus
     rows = {
         "free on a GPU": f"{gib(free)}, {measured}",
         "less the weights in vLLM": gib(weights),
@@ -68,9 +77,7 @@ def _rows(
     )
     advised = left // SHARE // GIB
     if not advised:
-        rows[CACHE_KEY] = (
-            "less than 1 GiB is left; raise 'policy.generation.vllm_cfg.tensor_parallel_size'"
-        )
+        rows[CACHE_KEY] = f"less than 1 GiB is left; raise '{VLLM}.tensor_parallel_size'"
         if each:
             rows[CACHE_KEY] += (
                 f", or set '{_OPTIMIZER}.use_precision_aware_optimizer: true' and leave "
@@ -110,6 +117,9 @@ def _stays(sections: Sections) -> tuple[int | None, str]:
     """
     if not sections.megatron.get("enabled"):
         return 0, f"{sections.other_trainer} weights and optimizer state go to the host"
+    for path in _OTHER_MODELS:
+        if sections.at(path) and sections.at(path).get("enabled", True):
+            return None, f"'{path}' has GPUs of the cluster too"
     optimizer = sections.at(_OPTIMIZER)
     if sections.driver.name == "ppo":
         return None, "PPO's value model, whose size no config says, is there too"

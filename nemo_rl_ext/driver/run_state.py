@@ -6,8 +6,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from fp8rl import PluginManager
     from nemo_rl_ext.config.plan import RunPlan
     from nemo_rl_ext.driver.batch_correction import BatchCorrection
@@ -20,8 +18,6 @@ class RunState:
     """Of the config, in the driver; of the loss, where that was sent to another process."""
     correction: BatchCorrection | None = None
     """Corrects whole batches; made together with the loss."""
-    kv_scales: Mapping[str, float] | None = None
-    """KV scales of the last refit of asynchronous engines."""
     unread_config: Any = None
     """The config that was loaded, until a class that knows our keys has been made of one."""
 

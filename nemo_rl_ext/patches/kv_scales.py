@@ -6,9 +6,7 @@ How: wraps ``Policy.broadcast_weights_for_collective``: where the engines are as
 FP8 cache and were given no scales, it asks the trainer with upstream's own
 ``calibrate_qkv_fp8_scales``. Our worker answers from the step's forwards; before the first of them
 it runs the batch that comes with the call, whose tokens are random. The second method is wrapped
-too, so that the metrics tell how many scales the values of a batch have left. Where batches wait in
-a queue, the log tells of scales that grew: the trainer attends by the new ones over batches sampled
-with the old ones.
+too, so that the metrics tell how many scales the values of a batch have left.
 Upstream: ``nemo_rl/models/policy/lm_policy.py``, ``nemo_rl/distributed/batched_data_dict.py``.
 Until: these loops send KV scales.
 """
@@ -17,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -26,11 +23,8 @@ import torch
 
 from fp8rl.errors import ModelError
 from nemo_rl_ext.config.plan import RunPlan
-from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches.upstream import Upstream, resolve
-
-logger = logging.getLogger(LOGGER)
 
 SEQUENCES, LENGTH = 4, 512
 """Sequences for each data-parallel rank, and their length, of the first calibration."""
@@ -56,14 +50,11 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
         given = inspect.signature(broadcast).bind(*args, **kwargs)
         policy = given.arguments["self"]
         plan = RunPlan.of(policy.cfg)
-        if plan is not None and plan.kv_scales == "trainer" and asynchronous(policy.cfg):
-            if given.arguments.get("kv_scales") is None:
-                batch = random_batch(policy.cfg, policy.data_parallel_size)
-                found = policy.calibrate_qkv_fp8_scales(batch, micro_batch_size=1, include_q=True)
-                given.arguments["kv_scales"] = found["layers"]
-            if plan.queues_batches:
-                _warn_of_growth(finder.run.kv_scales or {}, given.arguments["kv_scales"])
-            finder.run.kv_scales = dict(given.arguments["kv_scales"])
+        lacking = given.arguments.get("kv_scales") is None and asynchronous(policy.cfg)
+        if lacking and plan is not None and plan.kv_scales == "trainer":
+            batch = random_batch(policy.cfg, policy.data_parallel_size)
+            found = policy.calibrate_qkv_fp8_scales(batch, micro_batch_size=1, include_q=True)
+            given.arguments["kv_scales"] = found["layers"]
         return broadcast(*given.args, **given.kwargs)
 
     @functools.wraps(calibrate)
@@ -75,20 +66,6 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
 
     module.Policy.broadcast_weights_for_collective = with_scales  # type: ignore[attr-defined]
     module.Policy.calibrate_qkv_fp8_scales = counting  # type: ignore[attr-defined]
-
-
-def _warn_of_growth(before: Mapping[str, float], now: Mapping[str, float]) -> None:
-    grown = sum(
-        now[name] > scale
-        for name, scale in before.items()
-        if name in now and not name.endswith("q_scale")
-    )
-    if grown:
-        logger.warning(
-            "fp8rl: %d KV scales grew; batches that are still queued were sampled with the old "
-            "ones, and are trained with the new ones.",
-            grown,
-        )
 
 
 def asynchronous(policy: Mapping[str, Any]) -> bool:

@@ -224,11 +224,7 @@ def explain(error: ValidationError, where: str, model: type[BaseModel] | None = 
             wanted = wanted.replace("a valid tuple", "a list").partition(" or instance of ")[0]
             wanted = wanted.replace("a valid boolean", "true or false")
             wanted = wanted.replace("a valid dictionary", "a mapping")
-            meant = []
-            if item["type"] == "literal_error":
-                meant = _values_meant(item["input"], re.findall("'([^']*)'", wanted))
-            hint = f" (write {_either(meant)})" if meant else ""
-            parts.append(f"'{key}' must be {wanted}, not {_SHORT.repr(item['input'])}{hint}")
+            parts.append(f"'{key}' must be {wanted}, not {_SHORT.repr(item['input'])}")
         else:
             parts.append(f"'{key}': {said}")
     return "; ".join(parts) + "."
@@ -258,28 +254,6 @@ def _keys_meant(loc: Sequence[str], known: Sequence[str]) -> list[str]:
     beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     found = near_miss(key, beside)
     return [beside[found]] if found else []
-
-
-_OTHER_SPELLINGS = {
-    **dict.fromkeys(("float8", "float8_e4m3fn", "fp8_e4m3fn", "fp8_e5m2", "e5m2"), "fp8_e4m3"),
-    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half", "none"), "auto"),
-    **dict.fromkeys(("ue8m0", "e8m0", "power_of_two"), "pow2"),
-    "float32": "fp32",
-    "fp32": "float32",
-}
-"""Names that engines and papers have for values of a recipe."""
-
-
-def _values_meant(given: object, choices: Sequence[str]) -> list[str]:
-    """Find the choices that another spelling may mean."""
-    if not isinstance(given, str) or not _letters(given):
-        return []
-    if (other := _OTHER_SPELLINGS.get(given.lower())) in choices:
-        return [str(other)]
-    found = near_miss(given, choices)
-    if found:
-        return [found]
-    return [choice for choice in choices if _letters(given) in _letters(choice)]
 
 
 def _either(names: Iterable[str]) -> str:

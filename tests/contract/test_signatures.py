@@ -93,7 +93,8 @@ def test_every_driver_of_upstreams_is_known_and_makes_its_config_before_ray() ->
     examples = source("NEMO_RL_SRC") / "examples"
     known = {script: driver for driver in DRIVERS.values() for script in driver.scripts}
     found = {str(file.relative_to(examples)) for file in examples.rglob("run_*.py")}
-    assert found == set(known)
+    others = {"run_rm.py", "run_xtoken_off_policy_distillation.py", "run_eval.py"}
+    assert found - others == set(known)  # fp8rl serves nothing of these
     for script, driver in known.items():
         tree = ast.parse((examples / script).read_text(encoding="utf-8"))
         imports = {
@@ -117,7 +118,12 @@ def test_every_class_of_a_drivers_config_is_known() -> None:
         for file in (root / "nemo_rl").rglob("*.py")
         if "\nclass MasterConfig(" in file.read_text(encoding="utf-8")
     }
-    assert found == {driver.module for driver in DRIVERS.values()}
+    others = {
+        "nemo_rl.algorithms.rm",
+        "nemo_rl.algorithms.xtoken_off_policy_distillation",
+        "nemo_rl.evals.eval",
+    }
+    assert found - others == {driver.module for driver in DRIVERS.values()}
 
 
 def test_bridge_takes_a_list_of_pre_wrap_hooks() -> None:

@@ -14,7 +14,7 @@ import torch
 from fp8rl.gemm import BackendChoice, GemmShape, GroupedShape, builtin_backends
 from fp8rl.gemm.table import DIRECTIONS, table_row
 from fp8rl.numerics import ExpertRows, Quantized, quantize_grouped, row_alignment
-from fp8rl.testing.gemm import operands, product_error
+from support.gemm import operands, product_error
 from support.numeric import relative_error
 from support.shapes import SPLITS
 

@@ -34,10 +34,10 @@ from fp8rl.gemm import DeepGemmBackend, GroupedShape
 from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import Pins
-from megatron_fp8rl import convert, weight_codes_hf
+from megatron_fp8rl import convert
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.hf_names import module_names
-from megatron_fp8rl.integrations.megatron_lm import layer_spec
+from megatron_fp8rl.integrations.megatron_lm import gpt_layer
 from megatron_fp8rl.kv.cache import KVCacheInTraining
 from megatron_fp8rl.kv.observers import QKVObserver
 from megatron_fp8rl.layers import te_classes
@@ -45,6 +45,7 @@ from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
 from support.attention import causal_attention, fake_quantized
 from support.fused_swiglu import compare_with_separate
 from support.launch import launch
+from support.megatron import weight_codes_hf
 from support.numeric import relative_error
 from support.processes import environment
 
@@ -293,7 +294,7 @@ def test_multi_latent_attention():
 
 def test_a_spec_builds_transformer_engines_layers(monkeypatch):
     monkeypatch.setenv("FP8RL_RECIPE", '{"pins": {"layers": [0]}}')
-    gpt = _gpt(spec=layer_spec(_config()))
+    gpt = _gpt(spec=gpt_layer)
     first, second = gpt.decoder.layers
     assert type(first.mlp.linear_fc1) is te_extension.TELayerNormColumnParallelLinear
     assert type(second.mlp.linear_fc1) is te_classes.Fp8TELayerNormColumnParallelLinear

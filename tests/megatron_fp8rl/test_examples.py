@@ -18,12 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8rl import PinPolicy, Recipe
-from fp8rl.models.families import kind_of
+from fp8rl import PinPolicy
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import Pins
-from megatron_fp8rl.precision_file import FILE_NAME
 from support.numeric import same_codes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -57,11 +55,6 @@ def source(name: str, installed: str = "") -> None:
 
 def check_export(out: Path, policy: PinPolicy) -> None:
     """FP8 tensors are the codes of the BF16 ones, for exactly the modules that run in FP8."""
-    table = json.loads((out / FILE_NAME).read_text())
-    found = {row["name"]: row["precision"] for row in table["modules"]}
-    assert {name: each for name, each in found.items() if kind_of(name) != "norm"} == {
-        row.name: row.precision for row in policy.report() if row.kind != "norm"
-    }
     bf16, fp8 = load_file(out / "bf16.safetensors"), load_file(out / "fp8.safetensors")
     expected = {f"{row.name}.weight" for row in policy.report() if row.precision == "fp8"}
     assert {n for n, t in fp8.items() if t.dtype == torch.float8_e4m3fn} == expected
@@ -91,16 +84,10 @@ def test_megatron_lm(tmp_path):
     arguments = ["--save", tmp_path, "--save-interval", "4"]
     printed = run("megatron_lm.py", *arguments, recipe={"pins": pins})
     assert "6 modules in FP8" in printed and losses_fall(printed)
-    table = json.loads((tmp_path / FILE_NAME).read_text())
-    assert Recipe.from_dict(table["recipe"]).pins == Pins(**pins)
-    rows = {row["name"]: row["precision"] for row in table["modules"]}
-    assert rows["model.layers.0.mlp.up_proj"] == "bf16"
-    assert rows["model.layers.1.mlp.up_proj"] == "fp8"
 
 
-@pytest.mark.parametrize("door", ["spec", "hook"])
-def test_megatron_bridge(tmp_path, door):
+def test_megatron_bridge(tmp_path):
     source("MEGATRON_BRIDGE_SRC", installed="megatron.bridge")
     pins = {"layers": [0], "kinds": ["o_proj"]}
-    assert losses_fall(run("megatron_bridge.py", door, tmp_path, recipe={"pins": pins}))
+    assert losses_fall(run("megatron_bridge.py", tmp_path, recipe={"pins": pins}))
     check_export(tmp_path, PinPolicy(Pins(**pins), ModelSpec.dense(3).names))

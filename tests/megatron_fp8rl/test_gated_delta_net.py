@@ -18,7 +18,7 @@ from fp8rl.kv_scales import next_scales, scale_name
 from fp8rl.models.spec import ModelSpec
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache, Pins
-from megatron_fp8rl import conversion_of, convert, weight_codes_hf
+from megatron_fp8rl import conversion_of, convert
 from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.hf_names import module_names
 from megatron_fp8rl.kv.cache import KVCacheInTraining
@@ -26,7 +26,8 @@ from megatron_fp8rl.kv.observers import QKVObserver
 from support.gaps import gap
 from support.gated_delta_net import token_by_token
 from support.hf_reference import load_reference
-from support.megatron import convert_alone, hf_gpt, logprobs, prompts
+from support.megatron import convert_alone, hf_gpt, logprobs, prompts, weight_codes_hf
+from support.megatron_delta_net import build_hybrid, delta_nets
 from support.numeric import relative_error, same_codes
 from support.processes import run_ranks
 from support.tiny import make_qwen35_checkpoint
@@ -48,13 +49,13 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(autouse=True)
 def not_compiled() -> Iterator[None]:
     """Megatron compiles what is around the linears of a gated delta net, which takes 10 s."""
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("force_eager"), delta_nets():
         yield
 
 
 def gpt(path: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """``A_log`` is float32 in the checkpoint."""
-    return hf_gpt(path, dtype, allow_cast=dtype != torch.float32, **overrides)
+    return hf_gpt(path, dtype, allow_cast=dtype != torch.float32, build=build_hybrid, **overrides)
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:

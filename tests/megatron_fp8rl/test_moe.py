@@ -10,10 +10,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.numerics import quantize_block
-from megatron_fp8rl import weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
 from megatron_fp8rl.testing.models import build_gpt
-from support.megatron import convert_alone, dense, losses, moe, pinned
+from support.megatron import convert_alone, dense, losses, moe, pinned, weight_codes_hf
 from support.numeric import same_codes
 
 pytestmark = pytest.mark.usefixtures("mcore")

@@ -23,7 +23,7 @@ from fp8rl.errors import (
     UnsupportedError,
 )
 from fp8rl.kv_scales import scale_name
-from megatron_fp8rl import conversion_of, convert, weight_codes_hf
+from megatron_fp8rl import conversion_of, convert
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
 from megatron_fp8rl.kv.cache import KVCacheInTraining
 from megatron_fp8rl.kv.observers import QKVObserver
@@ -78,11 +78,6 @@ CALLS: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda gpt: convert_alone(torch.nn.Linear(2, 2)), UnsupportedError, "GPTModel"),
     (lambda gpt: convert_alone(gpt, pinned(layers=(7,))), PinError, "7 matches nothing"),
     (lambda gpt: convert_alone(gpt, gemm_backend="fast"), UnsupportedError, "no GEMM backend 'f"),
-    (
-        lambda gpt: weight_codes_hf(gpt.decoder.layers[0].mlp.linear_fc1),
-        UnsupportedError,
-        "has no FP8 codes",
-    ),
     (partial(export_hf, vocab_size=10_000), CheckpointError, "is not within the model's"),
     (partial(convert, recipe="r.yaml"), RecipeError, r"make one with Recipe\.load\(path\)"),
     *(

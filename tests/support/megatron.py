@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.gemm import BackendChoice, ReferenceBackend
-from fp8rl.numerics import Quantized
+from fp8rl.numerics import BLOCK, Quantized
 from fp8rl.recipe import Pins
 from fp8rl.training import weight_codes
 from fp8rl.training.layout import RowLayout
@@ -32,6 +33,7 @@ from fp8rl.training.linear import Fp8State
 from fp8rl.training.weight_codes import WeightCodes, WeightEpoch
 from megatron_fp8rl import Conversion, convert
 from megatron_fp8rl.export import load_hf
+from megatron_fp8rl.layers.linear_modules import weights_of
 from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
 from megatron_fp8rl.testing.models import build_gpt
 
@@ -65,6 +67,29 @@ def convert_alone(model: Any, recipe: Recipe | None = None, **options: Any) -> C
     return convert(model, recipe or Recipe(), plugins=PluginManager(discover=False), **options)
 
 
+def weight_codes_hf(module: Any) -> dict[str, Quantized]:
+    """Quantize a converted module's weights as the rollout engine does.
+
+    Returns:
+        By global HF module name, this rank's rows (or columns) of each HF tensor on its own grid:
+        ``quantize_block`` of the exported shard gives the same. Where a fused module's parts do
+        not start on block boundaries, one entry under the fused name (``..qkv_proj``): the grid of
+        the rank's ``[q; k; v]`` or ``[gate; up]``.
+    """
+    found: dict[str, Quantized] = {}
+    state, layout = module.fp8_state, module.fp8_state.codes.layout
+    for name, weight in zip(state.experts or (state.name,), weights_of(module), strict=True):
+        codes = state.codes.fresh(weight)
+        if layout.in_place:  # of either order: on HF's grid
+            widths = tuple(n // BLOCK[0] for n in layout.widths)
+            blocks = replace(layout, widths=widths, apart=False)
+            # E4M3 has no cat kernel everywhere; bytes have.
+            rows = layout.to_hf(codes.codes.view(torch.uint8)).view(codes.codes.dtype)
+            codes = Quantized(rows, blocks.to_hf(codes.scale_inv))
+        found |= layout.by_name(name, codes)
+    return found
+
+
 def pinned(**pins: Any) -> Recipe:
     return Recipe(pins=Pins(**pins))
 
@@ -76,10 +101,15 @@ def tokens(seed: int = 0, batch: int = 2) -> torch.Tensor:
 
 
 def hf_gpt(
-    path: Path, dtype: torch.dtype = torch.float32, *, allow_cast: bool = False, **overrides: Any
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    allow_cast: bool = False,
+    build: Callable[..., Any] = build_gpt,
+    **overrides: Any,
 ) -> Any:
     """A model in evaluation with the shape and the weights of a checkpoint."""
-    model = build_gpt(AutoConfig.from_pretrained(path), dtype=dtype, **overrides).eval()
+    model = build(AutoConfig.from_pretrained(path), dtype=dtype, **overrides).eval()
     load_hf(model, load_file(path / "model.safetensors"), allow_cast=allow_cast)
     return model
 

@@ -9,24 +9,6 @@ to a power of two with an exponent in [-127, 127].
 
 The functions pick the implementation by the tensor's device: the torch reference on a CPU, the
 Triton kernels on a GPU. Both give the same codes and scales, bit for bit.
-
-======================= ==========================================================================
-``dispatch``            the public functions: check the arguments, pick the implementation
-``formats``             constants, the pair (codes, scale_inv), checks of shapes and dtypes
-``reference``           the torch reference of everything
-``grouped``             where the rows of each expert lie, and grouped operands
-``amax``                running amaxes
-``finite``              checks for NaN and infinities
-``triton/quantize``     blocks and groups of one tensor; functions that all kernels share
-``triton/multi_tensor`` many weights in one launch; the finite check
-``triton/dual``         operands of a linear layer: codes along both dimensions in one read
-``triton/packed``       the same for bfloat16, four values in a word
-``triton/grouped``      operands of many experts in one launch
-``triton/activations``  SiLU and product, or RMS norm, with the quantization of the result
-``triton/swiglu``       SwiGLU and its gradient with the quantization of the result, both dimensions
-``triton/amax``         running amaxes of q, k and v in one launch
-``triton/kv_cache``     K and V as an FP8 KV cache holds them, in one launch
-======================= ==========================================================================
 """
 
 from fp8rl.numerics.dispatch import (

@@ -60,8 +60,7 @@ def register_gemm_backends() -> Sequence[GemmBackend]:
 
     They are asked before the built-in ones (:mod:`fp8rl.gemm.table`), and ``gemm_backend`` of
     ``megatron_fp8rl.convert`` can name one for every product. A backend may have the products of
-    :class:`fp8rl.gemm.GroupedBackend` too. :func:`fp8rl.testing.gemm.product_error` compares its
-    products with float64.
+    :class:`fp8rl.gemm.GroupedBackend` too.
     """
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
 import pluggy
@@ -23,16 +21,11 @@ if TYPE_CHECKING:
 BLOCK_ENV = "FP8RL_BLOCK_PLUGINS"
 """Comma-separated entry-point names that are not loaded."""
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 
 class PluginManager(pluggy.PluginManager):
     """pluggy's manager with the contract of :mod:`fp8rl.plugins.hookspecs`.
-
-    A package of fp8rl's own distribution that is not installed is left out, and the log says so,
-    since an engine needs no other's hooks. What is there and cannot be loaded is an error.
 
     Args:
         discover: load the entry points of group ``fp8rl``; tests that register by hand switch it
@@ -60,14 +53,6 @@ class PluginManager(pluggy.PluginManager):
             # One distribution may be found twice, e.g. as a checkout and as its installation.
             known = self.entry_points.get(point.name)
             if point.name in blocked or (known and known.value == point.value):
-                continue
-            if _is_left_out(point):
-                logger.warning(
-                    "fp8rl: package '%s', which fp8rl's plugin '%s' is in, is not installed; going "
-                    "on without it. Install fp8rl again for the whole of it.",
-                    _package(point),
-                    point.name,
-                )
                 continue
             try:
                 if known:
@@ -195,16 +180,6 @@ class PluginManager(pluggy.PluginManager):
                 )
             found[name] = item
         return found
-
-
-def _package(point: EntryPoint) -> str:
-    return point.module.partition(".")[0]
-
-
-def _is_left_out(point: EntryPoint) -> bool:
-    """Tell whether an entry point is fp8rl's own, of a package that is not installed."""
-    ours = point.dist is not None and point.dist.name == hookspecs.PROJECT
-    return ours and find_spec(_package(point)) is None
 
 
 def _origin(point: EntryPoint) -> str:

@@ -10,7 +10,7 @@ a gated delta net has the rollout's order, ``[q; k; v; z; b; a]``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -123,13 +123,6 @@ class RowLayout:
         if self.gated_heads:
             grouped[0] = _swapped(grouped[0], dim + 1, (self.gated_heads, 2))
         return torch.cat(grouped, dim + 1).flatten(dim, dim + 1)
-
-    def codes_to_hf(self, codes: Quantized) -> Quantized:
-        """Put codes of either order on HF's grid; needs :attr:`in_place`."""
-        blocks = replace(self, widths=tuple(n // BLOCK[0] for n in self.widths), apart=False)
-        # E4M3 has no cat kernel everywhere; bytes have.
-        rows = self.to_hf(codes.codes.view(torch.uint8)).view(codes.codes.dtype)
-        return Quantized(rows, blocks.to_hf(codes.scale_inv))
 
     def by_name(self, name: str, codes: Quantized) -> dict[str, Quantized]:
         """Cut codes in HF's order into those of each HF module.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8rl.gemm import DeepGemmBackend, GemmShape, GroupedShape, ReferenceBackend, builtin_backends
-from fp8rl.testing.gemm import product_error
+from support.gemm import product_error
 
 GPU = torch.device("cuda")
 

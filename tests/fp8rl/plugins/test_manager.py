@@ -79,20 +79,6 @@ def test_a_plugin_that_cannot_be_loaded_beside_one_that_can(install, code, value
     assert len(policy.bf16_linears()) == 1 + 7
 
 
-def test_a_package_of_ours_that_is_not_installed_is_left_out(install, caplog):
-    """As where fp8rl_demo is missing; the first distribution of a name hides the other ones."""
-    install("", name="demo", dist="fp8rl", value="no_such_demo_package.hooks")
-    install(GOOD, name="good")
-    found = PluginManager()
-    assert set(found.entry_points) == {"good"} and found.broken == {}
-    (line,) = [r.getMessage() for r in caplog.records if r.name.startswith("fp8rl")]
-    assert "'no_such_demo_package', which fp8rl's plugin 'demo' is in, is not installed" in line
-    # What is there and fails is an error, whoever's it is.
-    install("import no_such_module_anywhere", name="demo", dist="fp8rl_2", value=None)
-    with pytest.raises(PluginError, match=r"'demo' .module_of_fp8rl_2, from fp8rl_2. cannot be"):
-        PluginManager()
-
-
 def test_blocked_plugins_are_not_even_imported(install, monkeypatch):
     install("raise RuntimeError", name="bad")
     install("raise RuntimeError", name="worse")

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-import types
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_layer_local_spec,
-)
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from fp8rl import Recipe
 from fp8rl.errors import PinError, RecipeError, UnsupportedError
@@ -24,7 +18,6 @@ from megatron_fp8rl import conversion_of, convert
 from megatron_fp8rl.export import export_hf, load_hf
 from megatron_fp8rl.integrations import bridge, megatron_lm
 from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
-from megatron_fp8rl.precision_file import FILE_NAME
 from megatron_fp8rl.testing.models import build_gpt
 from support.megatron import dense, losses, moe
 
@@ -60,13 +53,10 @@ def _loss(model: torch.nn.Module) -> torch.Tensor:
     return losses(model, ids).float().mean()
 
 
-@pytest.mark.parametrize(
-    ("hf_config", "door"), [(DENSE, "symbol"), (EXPERTS, "callable")], ids=["symbol", "callable"]
-)
-def test_a_model_of_the_spec_is_a_converted_model(hf_config, door, recipe, capsys):
+@pytest.mark.parametrize("hf_config", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_a_model_of_the_spec_is_a_converted_model(hf_config, recipe, capsys):
     plain = build_gpt(hf_config)
-    spec = _symbol() if door == "symbol" else megatron_lm.layer_spec(plain.config)
-    ours = _build(hf_config, spec)
+    ours = _build(hf_config, _symbol())
     load_hf(ours, dict(export_hf(plain)))
     bf16 = _loss(plain)
     expected = convert(plain, recipe)
@@ -91,14 +81,10 @@ def test_a_model_of_the_spec_is_a_converted_model(hf_config, door, recipe, capsy
     assert conversion_of(ours).policy.pins == again.policy.pins != found.policy.pins
 
 
-def test_the_table_is_printed_once_and_saved_beside_megatron_lms_checkpoint(
-    tmp_path, capsys, monkeypatch
-):
-    running = types.SimpleNamespace(_GLOBAL_ARGS=types.SimpleNamespace(save=str(tmp_path)))
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", running)
+def test_the_table_of_the_whole_model_is_printed_once(capsys):
     spec = ModuleSpec(
         module=megatron_lm.Fp8TransformerLayer,
-        params={"fp8": megatron_lm.SpecConverter(), "reaches_mtp": False},
+        params={"fp8": megatron_lm.SpecConverter()},
     )
     parts = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     first = [
@@ -119,11 +105,6 @@ def test_the_table_is_printed_once_and_saved_beside_megatron_lms_checkpoint(
     # This rank has layers 0 and 2 of 4, each the first of its chunk; the table has the whole model.
     found = conversion_of(first)
     assert {int(name.split(".")[2]) for name in found.modules} == {0, 2}
-    table = json.loads((tmp_path / FILE_NAME).read_text())
-    rows = {row["name"]: (row["precision"], row["reason"]) for row in table["modules"]}
-    assert rows["model.layers.3.mlp.up_proj"] == ("bf16", "layers: -1")
-    assert rows["model.layers.2.mlp.up_proj"] == ("fp8", "")
-    assert Recipe.from_dict(table["recipe"]).pins.layers == (-1,)
 
 
 def test_mtp_layers_stay_bf16_behind_the_symbol_and_the_table_says_so():
@@ -132,19 +113,6 @@ def test_mtp_layers_stay_bf16_behind_the_symbol_and_the_table_says_so():
     assert (row.precision, row.reason) == ("bf16", "names: mtp.*")
     kinds = {type(m) for m in model.mtp.modules()}
     assert ColumnParallelLinear in kinds and megatron_lm.Fp8TransformerLayer not in kinds
-
-
-def test_a_callable_spec_wraps_what_bridge_would_take(recipe):
-    def staged(config, vp_stage=None):
-        return get_gpt_decoder_block_spec(config, False, "RMSNorm", vp_stage=vp_stage)
-
-    tables: list[str] = []
-    config = build_gpt(DENSE).config
-    for base in (staged, get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")):
-        spec = megatron_lm.fp8_layer_spec(base, recipe, tables.append)
-        for _ in range(2):  # a policy and its reference: one table
-            assert set(conversion_of(_build(DENSE, spec(config))).modules) == DENSE_FP8
-    assert len(tables) == 2
 
 
 def test_models_of_one_spec_and_one_config_are_apart():
@@ -183,10 +151,6 @@ def test_recipes_that_the_symbol_refuses(monkeypatch, recipe_of_the_user, error,
 
 
 def test_other_layers_engines_and_a_missing_bridge_are_named(monkeypatch):
-    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
-    spec.module = type("Other", (TransformerLayer,), {})
-    with pytest.raises(UnsupportedError, match="builds Other"):
-        megatron_lm.fp8_layer_spec(spec)(None)
     with pytest.raises(UnsupportedError, match="transformer_impl='transformer_engine'"):
         build_gpt(DENSE, transformer_layer_spec=_symbol(), transformer_impl="transformer_engine")
     for name in ("megatron.bridge", "megatron.bridge.models.conversion.param_mapping"):

@@ -66,8 +66,6 @@ def test_a_config_tells_its_driver_by_its_sections() -> None:
         assert driver_of({"policy": {}, driver.section: {}}) is driver
     assert driver_of({"grpo": {}, "async_rl": {}}) is DRIVERS["single_controller"]
     assert driver_of({"grpo": {}, "async_rl": None}) is DRIVERS["grpo"]
-    both = {"distillation": {}, "teachers": []}
-    assert driver_of(both) is DRIVERS["xtoken_off_policy_distillation"]
     assert driver_of({"policy": {}}) is None
 
 
@@ -149,10 +147,9 @@ NOT_BY_DTENSOR = "'policy.megatron_cfg.enabled' true"
             "remove it.",
         ),
         ("dpo", {"loss_fn.fp8rl_guard": {}}, "'loss_fn.fp8rl_guard' has no effect in run_dpo.py"),
-        ("rm", {TRAINER: {}}, "Automodel workers alone, which run in BF16; remove it."),
         ("distillation", {"teacher.megatron_cfg.fp8rl": {}}, "the teacher stays in BF16"),
         (
-            "xtoken_off_policy_distillation",
+            "distillation",
             {"teachers.1.megatron_cfg.fp8rl": {}},
             "'teachers[1].megatron_cfg.fp8rl' has no effect",
         ),
@@ -160,7 +157,6 @@ NOT_BY_DTENSOR = "'policy.megatron_cfg.enabled' true"
         ("grpo", {f"{DTENSOR}.fp8rl": {}}, "is true; move it to 'policy.megatron_cfg.fp8rl', or"),
         ("ppo", {f"{DTENSOR}.fp8rl": {}}, "'policy.dtensor_cfg.fp8rl' has no effect in run_ppo.py"),
         ("grpo", {"policy.draft.fp8rl": {}}, "'policy.draft.fp8rl' has no effect"),
-        ("eval", {"fp8rl": {}}, "is set, but no section uses it; run_eval.py serves none"),
         ("grpo", {"loss_fn.fp8rl_guard": {}}, "fp8rl_guard' is set, but no section uses it"),
         (
             "sft",

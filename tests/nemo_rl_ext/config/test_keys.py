@@ -162,17 +162,9 @@ megatron.fp8rl.training=false |
 loss.fp8rl_guard.tighten=2
 loss.fp8rl_guard.fallback=bf16 | '{}' must be 'stop', not 'bf16'
 fp8rl_guard={} | '{}' has no effect
-block.kv_cache.dtype=int8_per_token_head block.kv_cache.margin=2.0 |
-    kv_cache.margin' has no effect: 'policy.generation.vllm_cfg.fp8rl.kv_cache.dtype' is int8_per
 distillation: exact ~loss.fp8rl | exact' has no effect in run_distillation.py
 block.rollout=false generation.vllm_kwargs.kv_cache_dtype=int8_per_token_head |
-    '{}' has no effect: 'policy.generation.vllm_cfg.fp8rl.
-block.kv_cache.dtype=auto block.kv_cache.in_training=true |
-    is auto; set it to fp8_e4m3 or int8_per_token_head, or remove the key
-block.rollout=false block.kv_cache.in_training=true |
-    kv_cache.in_training' has no effect: 'policy.generation.vllm_cfg.fp8rl.rollout' is false; set
-block.kv_cache.in_training=true ~vllm.fp8rl |
-    kv_cache.in_training' has no effect: no rollouts run by this block; remove the key
+    kv_cache.dtype' int8_per_token_head has no effect: 'policy.generation.vllm_cfg.fp8rl.rollout' is
 exact ~megatron.fp8rl
 exact ~vllm.fp8rl
 exact megatron.enabled=false

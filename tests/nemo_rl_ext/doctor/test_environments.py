@@ -120,7 +120,6 @@ def test_each_environment_says_what_it_has(
         "named 'fp8rl'); put fp8rl, wrapt and pluggy into a folder on PYTHONPATH "
         f"(docs/nemo_rl_install.md), or run 'uv pip install --python {megatron} --no-deps FP8RL "
     )
-    assert "MegatronPolicyWorker has no DeepGEMM" in str(found.sections[1].rows)
 
 
 def test_a_folder_on_the_path_serves_all(

@@ -93,9 +93,7 @@ def titles(diagnosis: Diagnosis) -> list[str]:
 
 
 def test_a_config_with_the_block(look: Any, source: Path) -> None:
-    drops = {"rejection": {"low": 0.9, "high": 1.1}, "token_veto": 1e-4}
-    block = {"pins": {"first": 2}, "importance_sampling": drops}
-    found = look(config(block, loss_fn__fp8rl_guard={"fallback": "stop"}))
+    found = look(config({"pins": {"first": 2}}, loss_fn__fp8rl_guard={"fallback": "stop"}))
     assert found.problems == ()
     assert found.installed == f"0.6.0rc1, in {source}"
     assert found.facts["config"] == "x.yaml, for examples/run_grpo.py"
@@ -103,33 +101,19 @@ def test_a_config_with_the_block(look: Any, source: Path) -> None:
         "loss_fn.fp8rl, loss_fn.fp8rl_guard, policy.generation.vllm_cfg.fp8rl, "
         "policy.megatron_cfg.fp8rl"
     )
-    assert found.facts["rollout"] == "FP8 linear layers, FP8 KV cache; vllm on 8 GPUs"
+    assert found.facts["rollout"] == "FP8 linear layers, FP8 KV cache; vllm"
     assert found.facts["KV scales"] == (
         "from the trainer's own forwards, with every refit; recalibrate: refit"
     )
     assert found.facts["training"] == (
-        "FP8 linear layers; Megatron on the same 8 GPUs, in turn; attends over K and V as the FP8 "
-        "cache holds them"
+        "FP8 linear layers; Megatron; attends over K and V as the FP8 cache holds them"
     )
-    assert found.facts["importance sampling"] == (
-        "level token, mode truncate, high 2; rejection, level geometric; token veto 0.0001"
-    )
-    assert found.facts["mismatch guard"] == "on, fallback stop"
-    assert rows(found, "NeMo RL's keys in the recipe") == {
-        f"{VLLM}.precision": ("fp8", "rollout: true"),
-        f"{VLLM}.num_last_layers_in_bf16": ("1", "pins.last: 1"),
-        f"{MEGATRON}.fp8_cfg.enabled": ("true", "training: true"),
-        "loss_fn.use_importance_sampling_correction": (
-            "true",
-            "importance_sampling takes its place",
-        ),
-    }
     layers = rows(found, "precision of each module in rollout and training")
     assert layers["2"] == ("qkv_proj, o_proj, gate_up_proj, down_proj", "")
     assert layers["0-1"][0] == layers["3"][0] == ""
     assert "(last: 1)" in layers["3"][1]
-    assert titles(found)[2] == "memory of a GPU in rollout: vLLM, TP 2"
-    assert {row[-1] for row in rows(found, "patches").values()} == {"fits"}
+    assert titles(found)[1] == "KV cache when vLLM wakes up"
+    assert found.facts["patches"] == "9 of 9 fit"
 
 
 def test_without_keys_it_supposes_a_block_that_asks_for_the_same(look: Any) -> None:
@@ -140,7 +124,7 @@ def test_without_keys_it_supposes_a_block_that_asks_for_the_same(look: Any) -> N
     assert '{"rollout": true, "training": true, "kv_cache": {"dtype": "auto"}}' in said
     assert said.endswith(f"as {', '.join(PLACES)}")
     assert found.facts["rollout"].startswith("FP8 linear layers, BF16 KV cache")
-    assert rows(found, "memory of a GPU in rollout")["tokens that fit"]
+    assert rows(found, "KV cache when vLLM wakes up")["free on a GPU"]
 
 
 def test_a_bf16_config_runs_as_ever(look: Any) -> None:
@@ -148,7 +132,7 @@ def test_a_bf16_config_runs_as_ever(look: Any) -> None:
     found = look(value)
     assert found.problems == ()
     assert found.facts["fp8rl keys"] == "none, so fp8rl does nothing in this run"
-    assert titles(found) == ["patches of this NeMo RL"]
+    assert titles(found) == []
     found = look(value, recipe=Recipe.from_dict({"pins": {"layers": [0]}}))
     assert '{"pins": {"layers": [0]}} as policy' in found.facts["fp8rl keys"]
     assert rows(found, "precision of each module in rollout and training")["0"][0] == ""
@@ -163,9 +147,8 @@ def test_a_dtensor_trainer_and_gpus_of_its_own(look: Any) -> None:
     put(value, "policy.generation.colocated", {"enabled": False, "resources": resources})
     found = look(value)
     assert found.problems == ()
-    assert found.facts["rollout"].endswith("vllm on 2 GPUs")
-    assert found.facts["training"] == "BF16; DTensor on 6 GPUs"
-    assert "KV scales" not in found.facts and "importance sampling" not in found.facts
+    assert found.facts["training"] == "BF16; DTensor"
+    assert "KV scales" not in found.facts
     notes = [row[0] for row in found.sections[-1].rows]
     assert notes[:2] == [
         "the DTensor trainer runs in BF16; only the rollouts run in FP8.",
@@ -175,30 +158,23 @@ def test_a_dtensor_trainer_and_gpus_of_its_own(look: Any) -> None:
     found = look(value)
     assert found.problems == ()
     assert found.facts["training"] == (
-        "FP8 linear layers; DTensor on 6 GPUs; attends over K and V as the FP8 cache holds them"
+        "FP8 linear layers; DTensor; attends over K and V as the FP8 cache holds them"
     )
     assert found.facts["KV scales"].startswith("from the trainer's own forwards")
 
 
-def test_drivers_that_generate_nothing_or_serve_nothing(look: Any) -> None:
+def test_a_driver_that_generates_nothing(look: Any) -> None:
     value = config()
     value["sft"] = value.pop("grpo")
     del value["policy"]["generation"], value["loss_fn"]
     found = look(value)
     assert found.facts["config"].endswith("examples/run_sft.py")
     assert "rollout" not in found.facts
-    assert found.facts["training"] == "FP8 linear layers; Megatron on 8 GPUs"
-    assert not [title for title in titles(found) if "rollout" in title]
-    value["rm"] = value.pop("sft")
-    found = look(value)
-    assert found.problems == ()
-    assert found.facts["fp8rl keys"] == "none, so fp8rl does nothing in this run"
+    assert found.facts["training"] == "FP8 linear layers; Megatron"
+    assert not [title for title in titles(found) if "rollout" in title or "vLLM" in title]
 
 
 NUMBER, TP = "must be a whole number of at least 1, not", f"{VLLM}.tensor_parallel_size"
-BF16_CACHE = {"kv_cache": {"dtype": "auto"}}
-APART = {"enabled": False, "resources": {"gpus_per_node": 8}}
-SHARE = f"{VLLM}.gpu_memory_utilization"
 
 
 @pytest.mark.parametrize(
@@ -209,17 +185,7 @@ SHARE = f"{VLLM}.gpu_memory_utilization"
         ({}, {"data.fp8rl": {}}, "'data.fp8rl' has no effect in run_grpo.py"),
         (None, {f"{VLLM}.is_mx": True}, f"'{VLLM}.is_mx' is true, which asks for MXFP8"),
         # Values that nothing can be computed with.
-        (
-            {},
-            {"env.reward_model.resources.num_nodes": "2"},
-            f"resources.num_nodes' {NUMBER} '2'; wr",
-        ),
-        ({}, {SHARE: "0.5"}, f"'{SHARE}' must be a number from 0 to 1, not '0.5'; write"),
-        ({}, {"data": [1]}, "'data' is [1], not a section with keys"),
-        # Sizes with which no run starts.
-        (BF16_CACHE, {TP: 16}, "is 16, but 8 GPUs serve rollouts; lower them"),
-        (BF16_CACHE, {f"{MEGATRON}.context_parallel_size": 16}, "is 16, but 8 GPUs serve training"),
-        (BF16_CACHE, {"policy.generation.colocated": APART}, "is 1, but 0 GPUs serve training"),
+        ({}, {"cluster.num_nodes": "two"}, f"num_nodes' {NUMBER} 'two'; wr"),
     ],
 )
 def test_what_no_run_starts_with_is_a_problem(
@@ -227,7 +193,7 @@ def test_what_no_run_starts_with_is_a_problem(
 ) -> None:
     problems = look(config(block, **overrides)).problems
     assert any(message in problem for problem in problems), problems
-    assert len(problems) == 1 or block is BF16_CACHE
+    assert len(problems) == 1
 
 
 @pytest.mark.parametrize(
@@ -251,17 +217,12 @@ def test_a_model_that_is_not_served(
     assert problem in found
 
 
-def test_a_model_that_is_not_here_leaves_its_pins(look: Any) -> None:
+def test_a_model_that_is_not_here(look: Any) -> None:
     found = look(config({"pins": {"kinds": ["o_proj"]}}), model=None)
     assert found.problems == ()
     assert found.facts["model"] == (
         "some/model; its config.json is not on this machine, give its folder with --model"
     )
-    assert rows(found, "kept in BF16") == {
-        "pins.last": ("1",),
-        "pins.kinds": ('["o_proj"]',),
-        "always": ("lm_head, embed_tokens, norms, routers",),
-    }
     assert "config.json is not here; the driver looks" in found.sections[-1].rows[0][0]
 
 
@@ -277,7 +238,7 @@ def test_a_patch_that_does_not_fit(look: Any, tmp_path: Path) -> None:
     )
     assert problem.endswith(
         "This NeMo RL is 0.6.0rc1; fp8rl serves the main branch at 7ea279a (22 August 2026): check "
-        "out that commit (1 of 4 internals differ)."
+        "out that commit (1 of its internals differ)."
     )
 
 
@@ -322,7 +283,7 @@ def test_exit_codes(
 
     code, out, err = doctor("good", *here, "--gpu-memory", "80")
     assert (code, err) == (0, "")
-    assert "tokens that fit" in out and "0-2" in out
+    assert "KV cache when vLLM wakes up" in out and "0-2" in out
     code, out, _ = doctor("refused", *here)
     assert code == 1
     assert "Problem: 'data.fp8rl' has no effect in run_grpo.py" in out
@@ -345,7 +306,7 @@ def test_exit_codes(
 
 
 def test_numbers_in_quotes_are_converted_where_nemo_rl_does(look: Any) -> None:
-    plain, block = config({}), {"tensor_model_parallel_size": 2, "context_parallel_size": 1}
+    plain, block = config({}), {"pipeline_model_parallel_size": 1, "moe_grouped_gemm": False}
     plain["policy"]["megatron_cfg"] |= block
     quoted = json.loads(json.dumps(plain))
     quoted["policy"]["megatron_cfg"] |= {key: str(value) for key, value in block.items()}

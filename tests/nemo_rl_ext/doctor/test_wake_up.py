@@ -87,6 +87,7 @@ def test_the_trainer_leaves_what_was_measured() -> None:
         ({"policy.generation.colocated": APART}, {}, "not needed: vLLM has GPUs of its own"),
         ({}, {"memory": None}, "no GPU here; run this where the run will, or give --gpu-memory"),
         ({}, {"driver": "ppo"}, "cannot be told: PPO's value model"),
+        ({"env.reward_model.model_name": "m"}, {}, "'env.reward_model' has GPUs of the cluster"),
         ({f"{OPTIMIZER}.optimizer_cpu_offload": True}, {}, "an unknown part on the GPU"),
         ({f"{OPTIMIZER}.use_distributed_optimizer": False}, {}, "optimizer' is false"),
         ({}, {"gpus": 1, "memory": 40}, "use_precision_aware_optimizer: true"),

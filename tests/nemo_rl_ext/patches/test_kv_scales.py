@@ -86,23 +86,6 @@ def test_asynchronous_engines_get_scales_with_every_refit(patched: Any, model: P
     assert run.correction is not None and run.correction.outgrown == 1
 
 
-def test_the_log_tells_of_scales_that_grew_under_queued_batches(
-    patched: Any, model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    policy_class, _ = patched
-    policy = policy_class(config(model))
-    first = {"a.q_scale": 1.0, "a.k_scale": 1.0, "b.k_scale": 0.5, "b.v_scale": 0.5}
-    for scales in (first, first, {**first, "a.q_scale": 2.0}):
-        policy.broadcast_weights_for_collective(scales)
-    assert caplog.text == ""
-    policy.broadcast_weights_for_collective({**first, "a.k_scale": 2.0, "b.v_scale": 1.0})
-    assert "2 KV scales grew; batches that are still queued" in caplog.text
-    caplog.clear()
-    policy = policy_class(config(model, "grpo"))  # synchronous, with asynchronous engines
-    policy.broadcast_weights_for_collective({**first, "a.k_scale": 4.0})
-    assert caplog.text == ""
-
-
 def test_scales_that_were_given_stay_and_others_are_as_before(patched: Any, model: Path) -> None:
     policy = patched[0](config(model))
     assert policy.broadcast_weights_for_collective({"b": 1.0})[0] == {"b": 1.0}

@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
-from megatron_fp8rl import weight_codes_hf
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.kv.cache import KVCacheInTraining
 from megatron_fp8rl.kv.observers import QKVObserver
@@ -30,6 +29,7 @@ from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.cpu_shim import CpuShim
 from megatron_fp8rl.testing.local_spec import completed_local_spec
 from support.launch import join
+from support.megatron import weight_codes_hf
 from support.parallel.run import (
     CPU,
     LAYERS,

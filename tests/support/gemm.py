@@ -1,4 +1,4 @@
-"""Compare the products of a GEMM backend with float64, for tests of this package and of plugins."""
+"""Compare the products of a GEMM backend with float64."""
 
 from __future__ import annotations
 

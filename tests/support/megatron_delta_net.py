@@ -1,21 +1,36 @@
 """Qwen3.5's layers in megatron's local spec: what they lack without TransformerEngine and FLA.
 
-For the tests alone. Megatron-core 0.16.1 builds gated delta nets from TransformerEngine's spec,
-with kernels of flash-linear-attention.
+Megatron-core 0.16.1 builds gated delta nets from TransformerEngine's spec, with kernels of
+flash-linear-attention.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from fp8rl.errors import UnsupportedError
 from megatron_fp8rl.hf_names import linear_attention_layers
+from megatron_fp8rl.testing.local_spec import Patch, apply
+from megatron_fp8rl.testing.models import build_gpt, transformer_config
+
+
+def build_hybrid(hf_config: Any, **options: Any) -> Any:
+    """Build a Qwen3.5 as :func:`build_gpt` builds other models; within :func:`delta_nets`."""
+    fields = config_fields(hf_config)
+    config = transformer_config(hf_config, **fields, **options)
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None  # 0.20 has another function for delta nets
+    spec = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization="RMSNorm")
+    spec = hybrid_spec(spec, config)
+    return build_gpt(hf_config, transformer_layer_spec=spec, **fields, **options)
 
 
 def config_fields(hf_config: Any) -> dict[str, Any]:
@@ -40,10 +55,6 @@ def hybrid_spec(spec: Any, config: Any) -> Any:
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
     linear = linear_attention_layers(config)
-    if len(spec.layer_specs) != len(linear):
-        raise UnsupportedError(
-            "This builder puts gated delta nets into a whole decoder; use a pipeline size of 1."
-        )
     spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]
     for layer, flag in zip(spec.layer_specs, linear, strict=True):
         if flag:
@@ -66,7 +77,29 @@ class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
         return torch.nn.functional.rms_norm(x.float(), gamma.shape, gamma, self.eps).to(x.dtype)
 
 
-def patches() -> list[tuple[Any, str, Any]]:
+@contextmanager
+def delta_nets() -> Iterator[None]:
+    """A region in which local norms may be zero-centered and delta nets run without FLA."""
+    with ExitStack() as stack:
+        new = _zero_centered(WrappedTorchNorm.__new__)
+        apply(stack, [(WrappedTorchNorm, "__new__", new), *patches()])
+        yield
+
+
+def _zero_centered(build: Any) -> Any:
+    def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        local = copy.copy(config)
+        local.layernorm_zero_centered_gamma = False
+        norm: Any = build(cls, local, *args, **kwargs)
+        if config.layernorm_zero_centered_gamma:
+            norm.__class__ = ZeroCenteredRMSNorm
+            norm.weight.data.zero_()
+        return norm
+
+    return __new__
+
+
+def patches() -> list[Patch]:
     """Return what stands for flash-linear-attention where it is not installed."""
     from megatron.core.ssm import gated_delta_net
 
