@@ -232,7 +232,7 @@ def test_torch_snippets(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # 60 s on an idle core, most of it vLLM's compiler; it may be shared
+@pytest.mark.timeout(400)  # a minute of a core, much of it vLLM's compiler
 def test_engine_snippets(tmp_path: Path) -> None:
     """Megatron's tensors, then the README's lines on vLLM, started by the guide's command in bash.
 
