@@ -2,6 +2,9 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
+# Images of containers often set it. Then each process compiles all of the engines' Python again,
+# which doubles the time of an import, and the tests start dozens of processes.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo test slow fuzz contract matrix lock lint format docs dist clean
 

@@ -31,7 +31,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    folder = make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", seed=0)
+    # Most of the time goes into BF16 products of the layer that is timed, backward.
+    narrow = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+    folder = make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", seed=0, **narrow)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(512)}, unk_token="w9"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)
@@ -43,26 +45,24 @@ def test_a_trained_model_has_speeds_memory_and_kl(model: Path, tmp_path: Path) -
     prompts = tmp_path / "prompts.txt"
     longest = "x" * 200_000  # of one word, and more than an argument of a process may have
     prompts.write_text(f"w20 w30 w40 w50\n\nw60 w70\n{longest}\n", encoding="utf-8")
-    names = ["bf16", "stock-int8", "fp8rl-kv", "fp8rl-exact"]
-    options = ("--variants", ",".join(names), "--load", "2x8x4", "--prompts", str(prompts))
+    names = ["bf16", "fp8rl-kv", "fp8rl-exact"]
+    options = ("--variants", ",".join(names), "--load", "2x8x4", "--minutes", "60")
+    options += ("--prompts", str(prompts))
     report = bench(model, tmp_path / "out", *options)
     rows, training = report["variants"], report["training"]
     assert list(rows) == names and training["failed"] == {}
-    for name in ("bf16", "fp8rl-kv", "fp8rl-exact"):
-        row = rows[name]
+    for name, row in rows.items():
         assert row["failed"] == {}
         assert row["tokens_per_second"] and row["start_seconds"] > 0 and row["cache_tokens"] > 0
         assert 0 < row["engines"]["tokens"] <= 3 * 16
         assert math.isfinite(row["engines"]["kl_k3"])
         assert ("refit_seconds" in row) == (name != "bf16")
-    # An engine that cannot run says so in its own row, and the others go on.
-    assert "start" in rows["stock-int8"]["failed"]
     # Keys and values in one byte, and matrices of which a scale is a 16,384th.
     bf16, fp8 = rows["bf16"], rows["fp8rl-kv"]
     assert fp8["cache_bytes_per_token"] == bf16["cache_bytes_per_token"] / 2 == 2 * 2 * 2 * 128
     assert fp8["weight_bytes"] < bf16["weight_bytes"]
     trainer = training["trainer"]
-    assert set(trainer) == {"bf16", "fp8rl-kv", "fp8rl-exact"} == set(training["bf16_trainer"])
+    assert set(trainer) == set(training["bf16_trainer"]) == set(names)
     assert trainer["fp8rl-exact"]["equal"] == 1.0 and trainer["bf16"]["kl_k3"] < 0.01
     # Both score the same answers; one that does not follow the recipe is no nearer to them.
     assert 0 < trainer["fp8rl-kv"]["kl_k3"] < training["bf16_trainer"]["fp8rl-kv"]["kl_k3"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from fp8rl_bench import command
+from fp8rl_bench.worker import Row
 
 
 @pytest.mark.parametrize(
@@ -86,3 +88,14 @@ def test_a_process_that_dies_costs_its_row_alone(tmp_path: Path) -> None:
     finally:
         process.end()
     assert "it ended with -9" in found["failed"]["process"] and told
+
+
+def test_a_part_that_fails_is_a_sentence_and_the_others_go_on(tmp_path: Path) -> None:
+    row = Row(tmp_path / "row.json", io.StringIO())
+    with row.part("refit", "takes new weights"):
+        raise ValueError("no kernel\nfor this cache")
+    with row.part("memory", "reads its memory"):
+        row.found["weight_bytes"] = 9
+    found = json.loads((tmp_path / "row.json").read_text(encoding="utf-8"))
+    assert found["weight_bytes"] == 9 and list(found["failed"]) == ["refit"]
+    assert "no kernel" in found["failed"]["refit"] and "\n" not in found["failed"]["refit"]
