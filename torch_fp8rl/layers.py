@@ -274,7 +274,10 @@ def whole(tensor: torch.Tensor, name: str) -> torch.Tensor:
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """Return a parameter as a whole, outside of a forward; a collective under FSDP2."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Offloaded, it is on the CPU, where the collectives of a GPU's mesh do not work.
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
 
 def autocast(x: torch.Tensor) -> torch.Tensor:
