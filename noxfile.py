@@ -27,6 +27,12 @@ nox.options.default_venv_backend = "uv"
 README = "tests/test_readme.py"
 TRITON = "triton==3.7.1"  # what torch 2.13 asks for
 VLLM, MEGATRON = "tests/vllm_fp8rl", "tests/megatron_fp8rl"
+TRAINERS = ("tests/test_trl_verl.py",)
+# What TRL and verl ask for beside what is there. datasets 5.2 cannot pickle a table of pyarrow 26.
+DATASETS = ("accelerate", "datasets==5.0.0", "dill==0.4.1", "multiprocess==0.70.19", "xxhash")
+DATASETS += ("pyarrow", "pandas", "python-dateutil", "pytz", "six", "tzdata", "fsspec==2026.9.0")
+RAY = ("ray", "msgpack", "tensordict==0.10.0", "pyvers", "orjson", "cloudpickle", "torchdata")
+RAY += ("importlib-metadata", "hydra-core", "antlr4-python3-runtime==4.9.3", "codetiming")
 
 
 def files(folder: str, names: str) -> tuple[str, ...]:
@@ -95,6 +101,8 @@ ROWS = {
         stand_ins=("tests/contract/shims", "tests/contract/megatron_shims"),
     ),
     "megatron-lm-main": Row((TRITON,), (MEGATRON,), source="MEGATRON_LM_SRC"),
+    "trl-1.16.0": Row(("trl==1.16.0", *DATASETS), TRAINERS),
+    "verl-0.9.1": Row(("verl==0.9.1", "peft", "pylatexenc", *DATASETS, *RAY), TRAINERS),
     "python-3.12": Row((), (VLLM, MEGATRON), SLOW, python="3.12"),
     "python-3.13": Row((), (VLLM, MEGATRON), SLOW, python="3.13"),
 }

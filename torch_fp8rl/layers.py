@@ -274,6 +274,8 @@ def whole(tensor: torch.Tensor, name: str) -> torch.Tensor:
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """Return a parameter as a whole, outside of a forward; a collective under FSDP2."""
     tensor = tensor.detach()
+    if isinstance(tensor, DTensor):  # offloaded, it is where the mesh's collectives do not work
+        tensor = tensor.to(tensor.device_mesh.device_type)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,13 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_folder_that_asks_for_fp8(other_engine, checkpoints, tmp_path):
-    """For frameworks that make their own LLM without a word on quantization; TRL trains it too."""
+    """For frameworks that make their own LLM without a word on quantization, as TRL does."""
     recipe = Recipe.from_dict({"pins": {"last": 1}, "kv_cache": {"dtype": "auto"}})
-    trl: Any = importlib.import_module("vllm_trl")
-    folder = trl.make_folder(checkpoints["b"], tmp_path / "b", recipe)
+    folder = tmp_path / "b"
+    shutil.copytree(checkpoints["b"], folder)
+    described = json.loads((folder / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "fp8rl", "recipe": recipe.to_dict()}
+    (folder / "config.json").write_text(json.dumps(described))
     silent = {"quantization": None, "additional_config": {}, "kv_cache_dtype": "auto"}
     asked = other_engine(folder, recipe, **silent)
     assert asked.llm.llm_engine.vllm_config.quant_config.get_name() == "fp8rl"
