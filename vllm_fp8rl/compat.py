@@ -124,14 +124,6 @@ def unsupported_reason(
 # What differs between the releases that are served.
 
 
-def attention_isa(layer: Any, impl: Any) -> str:
-    """Return the instruction set that vLLM's CPU attention kernels use.
-
-    From 0.29 on the metadata builder sets it on the layer; before, it is on the implementation.
-    """
-    return getattr(layer, "isa", None) or impl.isa
-
-
 def keys_and_values(cache: torch.Tensor, kv_heads: int, head_size: int) -> tuple[torch.Tensor, ...]:
     """Return K and V in FlashAttention's cache, ``[blocks, block_size, kv_heads, head_size]``.
 
@@ -209,19 +201,3 @@ def reported_name(parameter: str) -> str:
     0.25.1 leaves out the module that holds a layer's experts, 0.32 does not.
     """
     return parameter.replace(".routed_experts.", ".")
-
-
-def int8_pages_have_scales() -> bool:
-    """Return whether pages of an INT8 KV cache have room for scales on a CPU too.
-
-    They have before 0.28, and the CPU backend's shape of a cache does not count it.
-    """
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
-
-    size = 16
-    mode = get_kv_quant_mode("int8_per_token_head")
-    page = FullAttentionSpec(
-        block_size=1, num_kv_heads=1, head_size=size, dtype=torch.int8, kv_quant_mode=mode
-    )
-    return page.page_size_bytes > 2 * size

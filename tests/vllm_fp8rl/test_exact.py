@@ -32,14 +32,13 @@ from support.megatron import hf_gpt, one_process
 from support.processes import run_forked, run_ranks
 from support.sampled import sampled
 from support.tiny import make_family_checkpoint
-from vllm_fp8rl.compat import int8_pages_have_scales
 from vllm_fp8rl.kernels import exact
 from vllm_fp8rl.refit import refit
 
 RANKS = Path(__file__).with_name("exact_ranks.py")
 SHAPE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
 MODELS = {"llama": SHAPE | {"head_dim": 64}, "qwen3": SHAPE | {"head_dim": 128}}
-CACHES = ("fp8_e4m3", *(() if int8_pages_have_scales() else ("int8_per_token_head",)), "auto")
+CACHES = ("fp8_e4m3", "int8_per_token_head", "auto")
 QUICK = {("llama", "fp8_e4m3"), ("qwen3", "int8_per_token_head")}
 SMALL = {
     "dtype": "bfloat16",

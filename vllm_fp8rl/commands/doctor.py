@@ -58,7 +58,11 @@ def examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
     problems: list[str] = []
     sections: list[Section] = []
     try:
-        engine = _engine_config(model, recipe)
+        options = vllm_fp8rl.engine_args(recipe)
+        # One rank: vLLM makes no configuration for more GPUs than there are.
+        engine = EngineArgs(
+            str(model), load_format="dummy", skip_tokenizer_init=True, **options
+        ).create_engine_config()
         with set_current_vllm_config(engine):
             state = engine.quant_config.resolve()
             sections = _sections(engine, state, ranks, problems)
@@ -72,17 +76,6 @@ def examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
     return Diagnosis(
         installed_version(), TESTED, problems=tuple(problems), sections=tuple(sections)
     )
-
-
-def _engine_config(model: Path, recipe: Recipe) -> VllmConfig:
-    arguments = EngineArgs(
-        model=str(model),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        **vllm_fp8rl.engine_args(recipe),
-    )
-    # One rank: vLLM makes no configuration for more GPUs than there are.
-    return arguments.create_engine_config()
 
 
 def _sections(
@@ -209,7 +202,10 @@ def _memory(
     problems: list[str],
 ) -> Section:
     itemsize = engine.model_config.dtype.itemsize
-    need = sizes.bytes(rows, itemsize, recipe.kv_cache.dtype)
+    # A CPU keeps rounded values in the model's dtype.
+    need = sizes.bytes(
+        rows, itemsize, recipe.kv_cache.dtype if torch.cuda.is_available() else "auto"
+    )
     cells = [
         ("FP8 weights", gib(need.codes)),
         ("their scales", mib(need.scales)),

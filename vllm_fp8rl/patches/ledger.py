@@ -1,4 +1,4 @@
-"""Every patch of vLLM as one record: what, why, how, and until when.
+"""Every patch of vLLM as one record: what, why, and until when; how is in its replacement.
 
 :func:`install` compares each target with its record before it changes anything, so that a vLLM
 that has moved or changed it is refused by name. What :data:`GATES` record is also replaced by a
@@ -38,7 +38,6 @@ class Patch:
     parameters: tuple[str, ...]
     """Parameters of the target that the replacement relies on."""
     why: str
-    how: str
     until: str
     replacement: Callable[[Callable[..., Any]], Callable[..., Any]] | None
     """Takes the function and returns its replacement; None where it stays in its class, because a
@@ -75,7 +74,6 @@ ENGINE_CORE = (
         ("reset_running_requests", "reset_connector"),
         why="only the engine core knows when the KV cache has been emptied; a worker that took new "
         "KV scales must not run while cached codes of the old ones can still be read",
-        how="tells the workers' guards when everything has been emptied",
         until=_CACHE_UNTIL,
         replacement=reset_and_tell,
     ),
@@ -85,8 +83,6 @@ ENGINE_CORE = (
         ("method",),
         why="KV scales or weights sent by collective_rpc would change under requests in flight, "
         "which only the engine core knows",
-        how="answers with an error while requests run; tells the guards about reset_weights; "
-        "raises what a worker has refused of a weight update, and ends it on all",
         until=_CACHE_UNTIL,
         replacement=rpc_unless_busy,
     ),
@@ -99,8 +95,6 @@ LOADS = (
         why="TRL, verl, prime-rl and others call model.load_weights and nothing else; NaN and "
         "infinity must not become codes, a load that breaks off must not serve half-updated "
         "weights, and only around the whole call can one know that it broke off",
-        how="closes the model meanwhile, checks values, and writes a collection whose names the "
-        "inventory knows without vLLM's walk through the model",
         until="vLLM calls a quantization config before and after a load",
         replacement=check_plain_loads,
     ),
@@ -112,67 +106,49 @@ RELOADS = tuple(
         ("weights_iterator", "weights_path", "is_checkpoint_format"),
         why="vLLM's layerwise reload replaces the parameters that captured graphs read, serves an "
         "incomplete checkpoint, and copies tensors in kernel format unseen",
-        how="loads the checkpoint, or the tensors given, in place as a plain load, and requires "
-        "every tensor",
         until="vLLM reloads in place where a quantization method asks for it",
         replacement=reload_in_place,
     )
     for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 )
 """The runner of a CPU inherits from the first."""
-_LAYERWISE_WHY = (
-    "prime-rl and SkyRL call model.load_weights between the two functions of vLLM's layerwise "
-    "reload, which puts the parameters on the meta device and wraps their loaders; loaders that "
-    "quantize cannot run there, and what has broken off cannot be mended"
-)
 LAYERWISE = tuple(
     Patch(
         "vllm.model_executor.model_loader.reload.layerwise",
         target,
         parameters,
-        why=_LAYERWISE_WHY,
-        how=how,
+        why="prime-rl and SkyRL call model.load_weights between the two functions of vLLM's "
+        "layerwise reload, which puts the parameters on the meta device and wraps their loaders; "
+        "loaders that quantize cannot run there, and what has broken off cannot be mended",
         until="vLLM reloads in place where a quantization method asks for it",
         replacement=replacement,
     )
-    for target, parameters, how, replacement in (
-        (
-            "initialize_layerwise_reload", ("model",),
-            "begins a reload in place of the plain loads that follow", begin_layerwise,
-        ),
-        (
-            "finalize_layerwise_reload", (),
-            "ends it, and requires every tensor", finish_layerwise,
-        ),
+    for target, parameters, replacement in (
+        ("initialize_layerwise_reload", ("model",), begin_layerwise),
+        ("finalize_layerwise_reload", (), finish_layerwise),
     )
-)  # fmt: skip
+)
 
 _GATE_WHY = (
     "a worker that raises ends a multiprocess engine and leaves requests behind in an in-process "
     "one, so requests must be refused before any worker hears of them"
 )
-_GATE_HOW = "covered by an attribute of one engine object while it refuses requests"
-_GATE_UNTIL = "vLLM's engines have a switch that refuses requests with an error"
-_ASK_HOW = "asks the workers until they once could run, e.g. whether KV scales are missing; "
-GATES = (
+GATES = tuple(
     Patch(
-        "vllm.v1.engine.llm_engine", "LLMEngine.add_request", (),
-        _GATE_WHY, _ASK_HOW + _GATE_HOW + " (refit/sender/client.py)", _GATE_UNTIL,
-        ask_before_first,
-    ),
-    *(
-        Patch(
-            "vllm.v1.engine.async_llm", f"AsyncLLM.{name}", (),
-            _GATE_WHY, _GATE_HOW + " (refit/sender/asynchronous.py)", _GATE_UNTIL, None,
-        )
-        for name in ("generate", "encode")
-    ),
-    Patch(
-        "vllm.v1.engine.async_llm", "AsyncLLM.add_request", (),
-        _GATE_WHY, _ASK_HOW + _GATE_HOW + " (refit/sender/asynchronous.py)", _GATE_UNTIL,
-        ask_before_first,
-    ),
-)  # fmt: skip
+        module,
+        target,
+        (),
+        _GATE_WHY,
+        "vLLM's engines have a switch that refuses requests with an error",
+        ask_before_first if target.endswith("add_request") else None,
+    )
+    for module, target in (
+        ("vllm.v1.engine.llm_engine", "LLMEngine.add_request"),
+        ("vllm.v1.engine.async_llm", "AsyncLLM.generate"),
+        ("vllm.v1.engine.async_llm", "AsyncLLM.encode"),
+        ("vllm.v1.engine.async_llm", "AsyncLLM.add_request"),
+    )
+)
 """Installed where an engine's configuration is made, if its class is imported there, and compared
 where a request gate is made."""
 
@@ -183,7 +159,6 @@ PACKING = (
         ("layer",),
         why="on a CPU vLLM packs the weights of routers and of gates of shared experts, which most "
         "model classes build without a quantization config, and drops them: no refit reaches them",
-        how="keeps matrices of an engine of fp8rl on a CPU as they are",
         until="vLLM passes the quantization config to every linear layer",
         replacement=keep_unpacked,
     ),
@@ -193,7 +168,6 @@ PACKING = (
         ("layer",),
         why="on a CPU vLLM multiplies with a packed copy of an output projection; Gemma and Cohere "
         "build their embedding, which is also that, without a quantization config",
-        how="keeps matrices of an engine of fp8rl on a CPU as they are",
         until="vLLM passes the quantization config to every embedding",
         replacement=keep_unpacked,
     ),

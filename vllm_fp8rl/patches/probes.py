@@ -168,11 +168,6 @@ def _makes_variants(subclass_attention_backend: Any) -> bool:
     return issubclass(variant, Backend) and variant.get_builder_cls() is dict
 
 
-def _has_isa(cpu_attn: Any) -> bool:
-    setter = getattr(cpu_attn.CPUAttentionMetadataBuilder, "_set_isa_to_layers", None)
-    return setter is not None or _has(cpu_attn.CPUAttentionBackendImpl, "isa")
-
-
 def _names(implementation: str, builder: str) -> Callable[[Any], bool]:
     """Return a function that tells whether an attention backend names two classes of its module."""
 
@@ -250,13 +245,9 @@ PROBES = (
         needs="sleep"),
     Probe(9, "device_allocator.sleep_mode_backend", "CuMemBackend.resume", positional=2,
         needs="sleep"),
-    Probe(10, "model_executor.parameter", "ModelWeightParameter.load_column_parallel_weight",
-        positional=2),
-    Probe(10, "model_executor.parameter", "ModelWeightParameter.load_row_parallel_weight",
-        positional=2),
-    Probe(10, "model_executor.parameter", "ModelWeightParameter.load_merged_column_weight",
-        positional=2),
-    Probe(10, "model_executor.parameter", "ModelWeightParameter.load_qkv_weight", positional=2),
+    Probe(10, "model_executor.parameter", "ModelWeightParameter",
+        attributes="load_column_parallel_weight load_row_parallel_weight "
+        "load_merged_column_weight load_qkv_weight"),
     Probe(10, _LINEAR, "QKVParallelLinear.weight_loader_v2", positional=4),
     Probe(10, _LINEAR, "MergedColumnParallelLinear.weight_loader_v2", positional=4),
     Probe(10, _LINEAR, "RowParallelLinear.weight_loader_v2", positional=3),
@@ -355,7 +346,6 @@ PROBES = (
     Probe(13, "config", "ParallelConfig", attributes="enable_eplb", needs=_EXACT_EXPERTS),
     Probe(14, "v1.attention.backends.registry", "AttentionBackendEnum.clear_override",
         positional=1),
-    Probe(14, _CPU_ATTN, behaves=_has_isa, needs="cpu"),
     Probe(14, _CPU_ATTN, "CPUAttentionBackend", needs="cpu",
         behaves=_names("CPUAttentionBackendImpl", "CPUAttentionMetadataBuilder")),
     Probe(14, _CPU_ATTN, "CPUAttentionBackend.get_supported_head_sizes", needs="cpu",
@@ -366,17 +356,10 @@ PROBES = (
     Probe(14, _CPU_ATTN, "CPUAttentionBackendImpl.do_kv_cache_update", positional=6, needs="cpu"),
     Probe(14, _CPU_ATTN, "CPUAttentionBackendImpl",
         attributes="head_size num_kv_heads scale alibi_slopes sliding_window logits_soft_cap "
-        "sinks attn_type kv_cache_dtype kv_sharing_target_layer_name", needs="cpu"),
-    Probe(14, _CPU_ATTN, "CPUAttentionMetadata",
-        attributes="num_actual_tokens query_start_loc seq_lens block_table "
-        "scheduler_metadata causal dynamic_causal", needs="cpu"),
+        "sinks attn_type", needs="cpu"),
+    Probe(14, _CPU_ATTN, "CPUAttentionMetadata", attributes="query_start_loc seq_lens block_table",
+        needs="cpu"),
     Probe(14, _CPU_ATTN, "CPUAttentionMetadataBuilder.__init__", positional=5, needs="cpu"),
-    Probe(14, _CPU_ATTN, "CPUAttentionMetadataBuilder.build", positional=4, needs="cpu"),
-    Probe(14, "_custom_ops", "cpu_attention_with_kv_cache", positional=0,
-        keywords="query key_cache value_cache output query_start_loc seq_lens scale causal "
-        "alibi_slopes sliding_window block_table softcap scheduler_metadata s_aux "
-        "dynamic_causal", needs="cpu"),
-    Probe(14, "_custom_ops", "cpu_attn_reshape_and_cache", positional=6, needs="cpu"),
     Probe(14, _FLASH_ATTN, "FlashAttentionBackend", needs="cuda",
         behaves=_names("FlashAttentionImpl", "FlashAttentionMetadataBuilder")),
     Probe(14, _FLASH_ATTN, "FlashAttentionImpl.forward", positional=10, needs="cuda"),
@@ -461,7 +444,6 @@ PROBES = (
         attributes="DEFAULT_VOCAB_PADDING_SIZE", needs="exact"),
     Probe(15, "v1.worker.gpu.sample.logprob", "compute_token_logprobs", positional=2,
         needs="exact"),
-    Probe(15, "config", "ModelConfig", attributes="use_mla", needs="rotary"),
     # Small ones
     Probe(16, "distributed.weight_transfer.nccl_engine", "NCCLWeightTransferEngine", positional=4,
         needs="transfer"),
@@ -487,6 +469,8 @@ PROBES = (
     Probe(29, "config", "VllmConfig", attributes="additional_config"),
     Probe(30, "config", "ModelConfig", attributes="sleep_mode_backend enable_sleep_mode"),
     Probe(31, "config", "ModelConfig", attributes="model model_weights revision"),
+    Probe(33, "model_executor.layers.attention", "Attention",
+        attributes="kv_cache_dtype kv_cache_torch_dtype", needs="cpu"),
 )
 # fmt: on
 """In the order of the rows. Where a row has no probe of its own, docs/upgrading.md says why."""

@@ -102,6 +102,10 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
             scales = LayerKVScales(_layer_number(layer.layer_name))
             self.state.kv_scales[layer.layer_name] = scales
         layer.attn_backend = guarded(layer.attn_backend)
+        # A CPU holds rounded values in the model's dtype. MLA has no implementation yet.
+        if getattr(getattr(layer, "impl", None), "rounds", None) is not None:
+            layer.kv_cache_dtype = "auto"
+            layer.kv_cache_torch_dtype = get_current_vllm_config().model_config.dtype
         if not fp8:
             return
         for role in ROLES:

@@ -1,4 +1,4 @@
-"""The FP8 cache of the CPU backend: bytes, attention over it, and what it refuses."""
+"""The rounded cache of the CPU backend: values, attention over it, and what it refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.numerics import fake_quantize_kv
+from fp8rl.numerics import fake_quantize_int8_kv, fake_quantize_kv
 from support.attention import causal_attention, fake_quantized
 from support.engine import Engine
 
@@ -19,14 +19,11 @@ pytest.importorskip("vllm")
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_fp8rl.attention import cpu
 from vllm_fp8rl.attention.cpu import Fp8RLCpuImpl, Fp8RLCpuMetadataBuilder
-from vllm_fp8rl.compat import attention_isa
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 128  # of the session's checkpoint
 BLOCK, BLOCKS = 128, 24
-K_SCALE, V_SCALE = 0.013, 0.021
-E4M3 = torch.float8_e4m3fn
+K_SCALE, V_SCALE = 2**-6, 2**-5
 
 
 class Layer:
@@ -45,9 +42,9 @@ class Layer:
         with set_current_vllm_config(config):
             self.impl = make_impl(kv_cache_dtype)
             self.builder = Fp8RLCpuMetadataBuilder(spec, [name], config, torch.device("cpu"))
-        isa = attention_isa(self.attention, self.impl)
+        isa = getattr(self.attention, "isa", None)  # of the layer from vLLM 0.29 on
         self.scales = SimpleNamespace(_k_scale_float=K_SCALE, _v_scale_float=V_SCALE, isa=isa)
-        self.cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_SIZE, dtype=torch.uint8)
+        self.cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_SIZE, dtype=dtype)
 
 
 def make_impl(kv_cache_dtype: str, **changes: Any) -> Any:
@@ -146,48 +143,32 @@ def test_equals_the_float64_formula_across_block_boundaries(layer):
     run_and_check(layer, lengths, [(n + 1) // 2 for n in lengths], seed=2)  # chunked, mixed
 
 
-def test_the_trainer_rounds_k_and_v_to_what_the_cache_holds(engine):
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8_per_token_head"])
+def test_the_trainer_rounds_k_and_v_to_what_the_cache_holds(engine, monkeypatch, dtype):
     """`kv_cache.in_training`: from equal K and V both attend over equal values, to the bit."""
-    layer = Layer(config_of(engine), torch.bfloat16, "fp8_e4m3")
+    layer = Layer(config_of(engine), torch.bfloat16, dtype)
+    monkeypatch.setattr(layer.impl, "exact", True)  # whose rows are in the order of tokens
     generator = torch.Generator().manual_seed(0)
     pair = torch.randn(2, 96, KV_HEADS, HEAD_SIZE, generator=generator).mul(4).bfloat16()
-    layer.impl.do_kv_cache_update(layer.scales, *pair, layer.cache, torch.arange(96))
-    rows = layer.cache.view(BLOCKS * BLOCK, 2, KV_HEADS, HEAD_SIZE)[:96].view(E4M3)
-    clipped = torch.zeros(2, dtype=torch.int64)
-    found = fake_quantize_kv(*pair, torch.tensor([K_SCALE, V_SCALE]), clipped)
-    for half, scale in enumerate((K_SCALE, V_SCALE)):
-        held = rows[:, half].float() * torch.tensor(scale)
-        assert torch.equal(found[half], held.bfloat16())
-        assert clipped[half] == (pair[half].float().abs() > 448 * torch.tensor(scale)).sum() > 0
-
-
-def test_cache_holds_one_byte_a_value_and_the_codes_of_the_formula(engine):
-    layer = Layer(config_of(engine), torch.float32, "fp8_e4m3")
-    key, value = torch.randn(2, 5, KV_HEADS, HEAD_SIZE).mul(4).unbind()  # some are clipped
-    key[0, 0, :3] = torch.tensor([torch.inf, -torch.inf, 0.0])
-    slots = torch.tensor([3, 300, -1, 127, 128])  # -1 is padding
-    layer.impl.do_kv_cache_update(layer.scales, key, value, layer.cache, slots)
+    slots = torch.cat((torch.arange(95), torch.tensor([-1])))  # -1 is padding
+    layer.impl.do_kv_cache_update(layer.scales, *pair, layer.cache, slots)
     rows = layer.cache.view(BLOCKS * BLOCK, 2, KV_HEADS, HEAD_SIZE)
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            for half, x, scale in ((0, key, K_SCALE), (1, value, V_SCALE)):
-                codes = (x[token] / scale).clamp(-448, 448).to(E4M3)
-                assert torch.equal(rows[slot, half], codes.view(torch.uint8))
-    assert int((rows != 0).any(-1).any(-1).any(-1).sum()) == 4  # no other slot was touched
-
-    attention = layer.attention
-    assert attention.kv_cache.element_size() == 1
-    blocks = config_of(engine).cache_config.num_gpu_blocks
-    assert attention.kv_cache.nbytes == blocks * BLOCK * KV_HEADS * HEAD_SIZE * 2
+    clipped = torch.zeros(2, dtype=torch.int64)
+    found = fake_quantize_int8_kv(*pair)
+    if dtype == "fp8_e4m3":
+        found = fake_quantize_kv(*pair, torch.tensor([K_SCALE, V_SCALE]), clipped)
+        for half, scale in enumerate((K_SCALE, V_SCALE)):
+            assert clipped[half] == (pair[half].float().abs() > 448 * torch.tensor(scale)).sum() > 0
+    for half in (0, 1):
+        assert torch.equal(found[half][:95], rows[:95, half])
+    assert not rows[95:].any()
 
 
-def test_nan_of_an_earlier_request_does_not_reach_a_later_one(layer):
-    """Blocks are not cleared when they change hands, and 0 * NaN is NaN."""
-    layer.cache.fill_(0x7F)
-    lengths = [1, 31, 40, 128, 257, 3]
-    run_and_check(layer, lengths, lengths, seed=3)
-    run_and_check(layer, lengths, [1] * len(lengths), seed=4)
-    layer.cache.zero_()
+def test_vllm_allocates_a_cache_in_the_models_dtype(engine):
+    config = config_of(engine)
+    attention = config.compilation_config.static_forward_context["model.layers.0.self_attn.attn"]
+    assert config.cache_config.cache_dtype == "fp8_e4m3"
+    assert attention.kv_cache.dtype == config.model_config.dtype
 
 
 def test_a_nan_stays_visible(engine):
@@ -204,28 +185,14 @@ def test_a_nan_stays_visible(engine):
 
 
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "changes", "exact", "message"),
+    ("kv_cache_dtype", "changes", "message"),
     [
-        ("fp8_e5m2", {}, False, "no KV cache of dtype 'fp8_e5m2'.*'fp8'"),
-        ("int8_per_token_head", {}, False, "'int8_per_token_head' on a CPU without exact"),
-        ("int8_per_token_head", {}, True, r"before 0\.28.*'int8_per_token_head'.*fp8_e4m3"),
-        ("fp8", {"head_size": 40}, False, "Head size 40 has no attention kernel.*128"),
-        ("auto", {"head_size": 40}, False, "Head size 40"),
-        ("fp8", {"attn_type": "encoder_only"}, False, "'encoder_only'.*'auto'"),
+        ("fp8_e5m2", {}, "no KV cache of dtype 'fp8_e5m2'.*'fp8'"),
+        ("fp8", {"head_size": 40}, "Head size 40 has no attention kernel.*128"),
+        ("auto", {"head_size": 40}, "Head size 40"),
+        ("fp8", {"attn_type": "encoder_only"}, "'encoder_only'.*'auto'"),
     ],
 )
-def test_refuses(engine, monkeypatch, kv_cache_dtype, changes, exact, message):
-    if exact:
-        monkeypatch.setattr(cpu, "is_exact", lambda _: True)
-        monkeypatch.setattr(cpu, "int8_pages_have_scales", lambda: True)
+def test_refuses(engine, kv_cache_dtype, changes, message):
     with set_current_vllm_config(config_of(engine)), pytest.raises(UnsupportedError, match=message):
         make_impl(kv_cache_dtype, **changes)
-
-
-def test_refuses_a_cache_with_gaps_between_blocks(engine):
-    layer = Layer(config_of(engine), torch.float32, "fp8")
-    gaps = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 4 * HEAD_SIZE, dtype=torch.uint8)
-    key = torch.randn(1, KV_HEADS, HEAD_SIZE)
-    cache = gaps[..., : 2 * HEAD_SIZE]
-    with pytest.raises(UnsupportedError, match="kv_cache_dtype to 'auto'"):
-        layer.impl.do_kv_cache_update(layer.scales, key, key, cache, torch.tensor([0]))
