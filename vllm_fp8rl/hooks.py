@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
-import re
-import time
 from pathlib import Path
 
 from fp8rl.plugins.adapters import Diagnosis, EngineAdapter, ExactRequest, version_of
@@ -23,6 +20,8 @@ from vllm_fp8rl.compat import (
     untested,
 )
 from vllm_fp8rl.warmup import NO_NVCC, find_nvcc
+
+_CPU_FACTS = {"FP8 linear": "CPU: dequantized reference", "CPU": platform.machine()}
 
 
 @hookimpl
@@ -56,7 +55,7 @@ def _diagnose() -> Diagnosis:
     tested = TESTED if cpu else GPU_TESTED
     problems: list[str] = []
     facts = {each: version_of(each) or "not installed" for each in ("torch", "triton")}
-    facts |= _cpu_facts() if cpu else _gpu_facts(release, problems)
+    facts |= _CPU_FACTS if cpu else _gpu_facts(release, problems)
     if not supported(release):
         problems.append(f"vLLM {release} is too old for quantization='fp8rl'; {remedy()}.")
     else:
@@ -80,13 +79,10 @@ def _probe(device: str, problems: list[str]) -> str:
         return "not run"
     features = {"worker", device, "client", "doctor", "experts", "mla", "lora", "compiled"}
     features |= {"sleep", "transfer", "rotary"}
-    failures(features)  # imports the modules
-    start = time.perf_counter()
     found = failures(features)
-    milliseconds = (time.perf_counter() - start) * 1e3
     problems += found
     count = len(chosen(features)) + len(patched(features))
-    return f"{count - len(found)} of {count} passed, in {milliseconds:.1f} ms"
+    return f"{count - len(found)} of {count} passed"
 
 
 def _gpu_facts(release: str, problems: list[str]) -> dict[str, str]:
@@ -111,37 +107,5 @@ def _gpu_facts(release: str, problems: list[str]) -> dict[str, str]:
         "GPU": name,
         "CUDA of torch": torch.version.cuda or "none",
         "nvcc": str(nvcc or "not found"),
-        "deep_gemm": _deep_gemm_version(),
         "FP8 linear": "DeepGEMM, CUTLASS or Triton by shape; see --model",
     }
-
-
-def _cpu_facts() -> dict[str, str]:
-    facts = {"FP8 linear": "CPU: dequantized reference", "CPU": platform.machine()}
-    flags = _cpu_flags()
-    if flags is not None:
-        facts["AVX-512"] = "yes" if "avx512f" in flags else "no (FP8 KV cache still works)"
-    return facts
-
-
-def _deep_gemm_version() -> str:
-    """Return the version of vLLM's DeepGEMM without importing it, which would load all of vLLM."""
-    if installed := version_of("deep_gemm"):
-        return installed
-    vllm = importlib.util.find_spec("vllm")
-    folders = vllm.submodule_search_locations if vllm is not None else None
-    for folder in folders or ():
-        source = Path(folder) / "third_party" / "deep_gemm" / "__init__.py"
-        if source.is_file():
-            found = re.search(r"__version__ = '([^']+)'", source.read_text(encoding="utf-8"))
-            return f"{found.group(1) if found else 'of an unknown version'}, vendored by vLLM"
-    return "not installed"
-
-
-def _cpu_flags() -> set[str] | None:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    lines = (line for line in text.splitlines() if line.startswith("flags"))
-    return set(next(lines, "").split())

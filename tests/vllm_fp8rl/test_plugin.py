@@ -61,7 +61,7 @@ def test_doctor_sees_vllm():
     assert diagnosis.installed == compat.installed_version()
     assert diagnosis.problems == ()
     probes = diagnosis.facts["probes of vLLM's internals"]
-    assert re.fullmatch(r"(\d+) of \1 passed, in [\d.]+ ms", probes)
+    assert re.fullmatch(r"(\d+) of \1 passed", probes)
 
 
 def test_layers_and_models_that_are_not_served(engine):
