@@ -117,15 +117,6 @@ REFUSED: list[tuple[Any, str]] = [
             ("scale_format", 1, "'recipe.weights.* or 'recipe.activations.scale_format'"),
         )
     ),
-    *(
-        ({section: {key: value}}, rf"{section}\.{key}.*\(write {meant}\)\.$")
-        for section, key, value, meant in (
-            ("kv_cache", "dtype", "fp8", "'fp8_e4m3'"),
-            ("kv_cache", "dtype", "bf16", "'auto'"),
-            ("importance_sampling", "mode", "Off", "'off'"),
-            ("pins", "kinds", ["qkv"], "'qkv_proj' or 'in_proj_qkvz'"),
-        )
-    ),
     # Content of a JSON file, of YAML files.
     (("r.json", "{"), "r.json is not valid JSON: Expecting property name"),
     (("r.json", '{"a": ' * 20000), "r.json is not valid JSON: it is nested too deeply."),
