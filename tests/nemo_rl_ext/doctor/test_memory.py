@@ -1,28 +1,22 @@
-"""Memory of a GPU in rollout, against transformers' counts and numbers worked out by hand."""
+"""Memory of a GPU in rollout and the GPUs of a run, against numbers worked out by hand."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager
-from fp8rl.models.pins import PinRow
 from fp8rl.models.sizes import GIB, Sizes, gib
 from fp8rl.models.spec import ModelSpec
-from fp8rl.plugins.adapters import Section
 from fp8rl.recipe import KVDtype, Pins
 from nemo_rl_ext.config.drivers import DRIVERS
 from nemo_rl_ext.config.keys import Sections
 from nemo_rl_ext.doctor import memory
 
-SHAPES = Path(__file__).resolve().parents[3] / "benchmarks" / "shapes"
-SHAPE = {
+DENSE = {
+    "model_type": "qwen3",
+    "tie_word_embeddings": False,
     "vocab_size": 1024,
     "hidden_size": 256,
     "intermediate_size": 384,
@@ -31,71 +25,21 @@ SHAPE = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-DENSE: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": False, **SHAPE}
-MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 128}
-
-
-def rows_of(model: dict[str, Any], **pins: Any) -> list[PinRow]:
-    return PluginManager().pin_policy(Pins(**pins), ModelSpec.of(model).names).report()
-
-
-def parameters(model: dict[str, Any]) -> int:
-    kind: Any = Qwen3MoeConfig if "num_experts" in model else Qwen3Config
-    with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(kind(**model))
-    return sum(parameter.numel() for parameter in made.parameters())
-
-
-def run(**vllm: Any) -> Sections:
-    return Sections({"policy": {"generation": {"vllm_cfg": vllm}}}, DRIVERS["grpo"])
-
-
-def table(section: Section) -> dict[str, str]:
-    return {row[0]: row[1] for row in section.rows}
-
-
-TIED = {**DENSE, "tie_word_embeddings": True}
-# As a config.json of the hub has it.
-RENAMED = {**{k: v for k, v in MOE.items() if k != "num_experts"}, "num_local_experts": 8}
-
-
-@pytest.mark.parametrize(
-    ("model", "config"),
-    [(DENSE, DENSE), (TIED, TIED), (MOE, {"text_config": RENAMED})],
-)
-def test_one_rank_holds_the_whole_model(model: dict[str, Any], config: dict[str, Any]) -> None:
-    assert Sizes(ModelSpec.of(config), 1).elements(rows_of(model)) == parameters(model)
-
-
-def test_experts_are_spread_whole_or_split() -> None:
-    rows = rows_of(MOE)
-    whole = Sizes(ModelSpec.of(MOE), 1).bytes(rows, 2, "auto")
-    experts = 6 * 8 * 3 * 128 * 256
-    spread = Sizes(ModelSpec.of(MOE), 1, expert_ranks=4).bytes(rows, 2, "auto")
-    assert whole.codes - spread.codes == experts * 3 // 4
-    assert spread.plain == whole.plain
-    split = Sizes(ModelSpec.of(MOE), 4).bytes(rows, 2, "auto")
-    assert split.codes == whole.codes // 4
-
-
-@pytest.mark.parametrize(("precision", "reported"), [("bf16", 15.27), ("fp8", 8.83)])
-def test_weights_take_what_vllm_reports(precision: str, reported: float) -> None:
-    """GiB of Qwen3-8B on one GPU: "Model loading took" in the log of vLLM 0.25.1."""
-    shape = json.loads((SHAPES / "qwen3_8b.json").read_text(encoding="utf-8"))
-    rows = [row if precision == "fp8" else replace(row, precision="bf16") for row in rows_of(shape)]
-    weights = Sizes(ModelSpec.of(shape), 1).bytes(rows, 2, "auto").weights
-    assert weights / GIB == pytest.approx(reported, rel=0.01)
 
 
 def test_rollouts() -> None:
-    rows, model = rows_of(DENSE, first=1), ModelSpec.of(DENSE)
-    sections = run(tensor_parallel_size=2, gpu_memory_utilization=0.5)
+    model = ModelSpec.of(DENSE)
+    rows = PluginManager().pin_policy(Pins(first=1), model.names).report()
+    vllm = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}
+    policy = {"policy": {"generation": {"vllm_cfg": vllm}}}
+    sections = Sections(policy, DRIVERS["grpo"])
     need = Sizes(model, 2).bytes(rows, 2, "fp8_e4m3")
     assert need.codes == 5 * (256 * 64 * (8 + 4 + 4 + 8) + 3 * 256 * 384) // 2
     problems: list[str] = []
 
     def show(dtype: KVDtype, gpu_memory: float | None = None) -> dict[str, str]:
-        return table(*memory.rollout_section(sections, model, rows, dtype, gpu_memory, problems))
+        (found,) = memory.rollout_section(sections, model, rows, dtype, gpu_memory, problems)
+        return {row[0]: row[1] for row in found.rows}
 
     shown = show("fp8_e4m3")
     # 6 layers, K and V, 2 heads on a rank: 64 elements of a byte, or of two; INT8's have a scale
