@@ -13,7 +13,6 @@ VARIABLES = {
     "NEMO_RL_SRC": "nemo_rl/algorithms/grpo.py",
     "MEGATRON_BRIDGE_SRC": "src/megatron/bridge/__init__.py",
     "MEGATRON_LM_SRC": "megatron/core/__init__.py",
-    "NEMO_TOOLKIT_SRC": "nemo/package_info.py",
 }
 SITE = "NEMO_RL_SITE"
 """A folder of ``pip install --target`` with what NeMo RL imports; see CONTRIBUTING.md."""

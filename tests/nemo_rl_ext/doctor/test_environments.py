@@ -48,14 +48,20 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkout(tmp_path_factory.mktemp("checkout"))
 
 
+def without(folder: Path, *parts: str, of: Path) -> Path:
+    """Make a folder with links to all that another has, but for names with these parts."""
+    folder.mkdir()
+    for file in of.iterdir():
+        if not any(part in file.name for part in parts):
+            (folder / file.name).symlink_to(file)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All packages of this environment but fp8rl."""
-    folder = tmp_path_factory.mktemp("dependencies")
-    for file in SITE.iterdir():
-        if "fp8rl" not in file.name and file.suffix != ".pth":
-            (folder / file.name).symlink_to(file)
-    return folder
+    folder = tmp_path_factory.mktemp("dependencies") / "site"
+    return without(folder, "fp8rl", ".pth", of=SITE)
 
 
 @pytest.fixture(scope="module")
@@ -157,15 +163,9 @@ def test_other_files_a_missing_part_and_no_entry_points_are_told(
     shutil.copytree(target, older)
     (older / "fp8rl" / "numerics" / "formats.py").write_text("")
     make(venvs / MEGATRON, older, dependencies)
-    nameless = tmp_path / "nameless"
-    shutil.copytree(target, nameless)
-    shutil.rmtree(nameless / "fp8rl-0.1.0.dist-info")
+    nameless = without(tmp_path / "nameless", "dist-info", of=target)
     make(venvs / VLLM, nameless, dependencies)
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for file in dependencies.iterdir():
-        if not file.name.startswith("wrapt"):
-            (bare / file.name).symlink_to(file)
+    bare = without(tmp_path / "bare", "wrapt", of=dependencies)
     make(venvs / "a.DTensorPolicyWorkerV2", target, bare)
     dtensor, vllm, megatron = examine_environments(checkout).problems
     assert "cannot import wrapt (ModuleNotFoundError: No module named 'wrapt'); put" in dtensor

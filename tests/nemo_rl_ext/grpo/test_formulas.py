@@ -19,7 +19,7 @@ PLUGINS.register(hooks)
 
 
 @pytest.mark.parametrize("mode", WEIGHTING)
-@settings(max_examples=25)
+@settings(max_examples=50)
 @given(data=st.data(), b=batches(0.01, 0.3, 2.0, 30.0))
 def test_weights_mask_and_metrics(mode: str, data: st.DataObject, b) -> None:
     assume(bool(b.mask.any()))
@@ -37,7 +37,7 @@ def test_weights_mask_and_metrics(mode: str, data: st.DataObject, b) -> None:
 
 
 @pytest.mark.parametrize("mode", LOSSES)
-@settings(max_examples=25)
+@settings(max_examples=50)
 @given(data=st.data(), b=batches(0.3))
 def test_loss_gradient_and_metrics(mode: str, data: st.DataObject, b) -> None:
     assume(bool(b.mask.any()))

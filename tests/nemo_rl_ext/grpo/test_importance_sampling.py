@@ -30,6 +30,15 @@ def test_overflow_takes_the_bound_and_underflow_stays_small(
         assert got.weights[1].tolist() == pytest.approx([down, down], rel=1e-6, abs=1e-8)
 
 
+@pytest.mark.parametrize(("clamp", "weight"), [(88.0, 1e38), (20.0, math.exp(20))])
+def test_with_no_reachable_bound_the_weight_is_capped_and_finite(
+    clamp: float, weight: float
+) -> None:
+    c = ImportanceSampling(level="sequence", high=1e38, log_ratio_clamp=clamp)
+    got = correct(torch.full((1, 4), -50.0), torch.zeros(1, 4), torch.ones(1, 4), c)
+    assert got.weights[0].tolist() == pytest.approx([weight] * 4, rel=1e-5)
+
+
 def test_bfloat16_is_upcast_before_the_subtraction() -> None:
     rollout = torch.tensor([[-2.0, -1.0]], dtype=torch.bfloat16)
     trainer = torch.tensor([[-2.015625, -0.003]], dtype=torch.bfloat16)
