@@ -40,7 +40,6 @@ PROCESSES = {
     TESTS / "fp8rl_bench" / "test_bench_run.py",
     TESTS / "fp8rl_demo" / "test_run.py",
     TESTS / "nemo_rl_ext" / "patches" / "test_activation.py",
-    TESTS / "nemo_rl_ext" / "workers" / "test_in_flight.py",
 }
 
 

@@ -35,7 +35,7 @@ from nemo_rl_ext.driver.mismatch_guard import MismatchGuard
 from nemo_rl_ext.patch_finder import PATCHES, install
 from nemo_rl_ext.patches import worker_classes
 from nemo_rl_ext.patches.upstream import require_patches
-from support.sources import ROOT, source
+from support.sources import source
 
 finder = install()
 finder.take_up()
@@ -211,13 +211,7 @@ def test_truncated_weights_are_upstreams_tis() -> None:
     torch.testing.assert_close(a.grad, b.grad, rtol=2e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"force_on_policy_ratio": True},
-        {"disable_ppo_ratio": True},
-    ],
-)
+@pytest.mark.parametrize("settings", [{"force_on_policy_ratio": True}, {"disable_ppo_ratio": True}])
 def test_every_form_of_upstreams_loss_is_corrected(settings: dict[str, Any]) -> None:
     """Weight 1 is upstream's own value; with equal policies the weights are 1."""
     data = batch(gap=0.0)
@@ -274,10 +268,6 @@ def test_the_loss_travels() -> None:
 
 def test_a_skipped_step_runs_without_the_optimizer_in_every_epoch() -> None:
     """`Policy.train` itself; the worker group records what the workers would get."""
-    from types import SimpleNamespace
-
-    from nemo_rl.models.policy.lm_policy import Policy
-
     asked: list[bool] = []
 
     class Workers:
@@ -298,7 +288,7 @@ def test_a_skipped_step_runs_without_the_optimizer_in_every_epoch() -> None:
     data = batch()
     metrics = grpo.compute_and_apply_seq_logprob_error_masking(data, torch.ones(ROWS), None)
     assert metrics["fp8rl/step_skipped"] == 1.0
-    assert SimpleNamespace(**policy.train(data, fn)).grad_norm.tolist() == [0.0]
+    assert policy.train(data, fn)["grad_norm"].tolist() == [0.0]
     policy.train(data, fn)  # PPO trains several epochs on a batch
     run = finder.run.correction
     assert run is not None
@@ -367,14 +357,10 @@ def test_an_infinite_threshold_is_none_to_upstream(monkeypatch: pytest.MonkeyPat
     data = batch()
     data["prev_logprobs"][0, 1] = torch.nan
     before = data["sample_mask"].clone()
-    for given in (
-        lambda f: f(
-            train_data=data, rewards=torch.ones(ROWS), seq_logprob_error_threshold=math.inf
-        ),
-        lambda f: f(data, torch.ones(ROWS), math.inf),
-    ):
-        given(grpo.compute_and_apply_seq_logprob_error_masking)
-        assert torch.equal(data["sample_mask"], before)
+    mask, rewards = grpo.compute_and_apply_seq_logprob_error_masking, torch.ones(ROWS)
+    mask(data, rewards, math.inf)
+    mask(train_data=data, rewards=rewards, seq_logprob_error_threshold=math.inf)
+    assert torch.equal(data["sample_mask"], before)
 
 
 def test_ray_can_pickle_the_actor_whose_module_has_our_function() -> None:
@@ -452,31 +438,6 @@ def test_asynchronous_engines_get_scales_and_upstream_shards_the_first_batch(
     assert method == "broadcast_weights_for_collective"
     assert scales == {"model.layers.0.self_attn.k_scale": 0.5}
     assert [shard.size for shard in policy.worker_group.shards] == [4, 4]
-
-
-# --- recipes ---
-
-RECIPES = sorted(f for f in (ROOT / "recipes").glob("*.yaml") if f.stem != "keys")
-
-
-@pytest.mark.parametrize("file", RECIPES, ids=lambda f: f.stem)
-def test_a_recipe_of_ours_resolves_on_the_real_configs(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NEMO_RL_CONFIGS", str(source("NEMO_RL_SRC") / "examples" / "configs"))
-    nemo_config.register_omegaconf_resolvers()
-    value = nemo_config.load_config(str(file))
-    config = grpo.MasterConfig(**OmegaConf.to_container(value, resolve=True))
-    vllm = config.policy["generation"]["vllm_cfg"]
-    recipe = Recipe.from_dict(vllm["fp8rl"])
-    assert recipe.rollout
-    assert config.loss_fn.fp8rl == vllm["fp8rl"] == config.policy["megatron_cfg"]["fp8rl"]
-    assert not (config.policy["megatron_cfg"].get("fp8_cfg") or {}).get("enabled")
-    assert (vllm["precision"], vllm["kv_cache_dtype"]) == ("bfloat16", "auto")
-    assert config.policy["generation"]["vllm_kwargs"]["quantization"] == "fp8rl"
-    if recipe.training:  # the logits in one pass
-        assert config.policy["logprob_chunk_size"]
-        assert config.policy["megatron_cfg"]["defer_fp32_logits"]
 
 
 # --- worker classes ---

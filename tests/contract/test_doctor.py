@@ -24,46 +24,32 @@ def test_the_page_has_what_the_doctor_says_of_upstreams_fp8_configs() -> None:
     assert found.count("| resolves |") + found.count("| refused (") == 19
 
 
-def test_every_config_that_resolves_has_a_recipe_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file on top of it under ``recipes/``, in which the doctor finds no problem."""
-    root = source("NEMO_RL_SRC")
-    configs = root / "examples" / "configs"
-    monkeypatch.setenv("NEMO_RL_CONFIGS", str(configs))
-    text = nemo_rl_yamls.PAGE.read_text(encoding="utf-8")
-    wanted = set(re.findall(r"^\| `(?:\w+/)*([^`/]+)` .* resolves \|$", text, re.MULTILINE))
-    made = {}
-    for file in (nemo_rl_yamls.PAGE.parents[1] / "recipes").glob("*.yaml"):
-        if file.stem != "keys":
-            (base,) = re.findall(
-                r"NEMO_RL_CONFIGS\}/(?:\w+/)*(.+)$", file.read_text(), re.MULTILINE
-            )
-            made[base] = file
-    assert len(wanted) == 13
-    assert wanted <= set(made)
-    for base in wanted:
-        found = examine(ConfigRequest(made[base], root))
-        assert found.problems == (), base
-
-
-def test_the_kv_cache_of_every_recipe_is_what_the_doctor_says(
+def test_every_config_that_resolves_has_a_recipe_of_ours_in_which_the_doctor_finds_no_problem(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Or upstream's own, where that is not more; none where vLLM has GPUs of its own."""
+    """And whose KV cache is what the doctor says: its own, or upstream's where that is not more."""
     root = source("NEMO_RL_SRC")
     monkeypatch.setenv("NEMO_RL_CONFIGS", str(root / "examples" / "configs"))
+    text = nemo_rl_yamls.PAGE.read_text(encoding="utf-8")
+    wanted = set(re.findall(r"^\| `(?:\w+/)*([^`/]+)` .* resolves \|$", text, re.MULTILINE))
+    assert len(wanted) == 13
     own = 0
     for file in (nemo_rl_yamls.PAGE.parents[1] / "recipes").glob("*.yaml"):
         if file.stem == "keys":
             continue
-        policy = load_config(file)["policy"]
+        written, policy = file.read_text(), load_config(file)["policy"]
+        wanted -= set(re.findall(r"NEMO_RL_CONFIGS\}/(?:\w+/)*(.+)$", written, re.MULTILINE))
         model = next(m for m in nemo_rl_yamls.MODELS if m in policy["model_name"])
         (tmp_path / "config.json").write_text(json.dumps(nemo_rl_yamls.MODELS[model]))
         memory = 180 if "blackwell" in file.stem else 80
         found = examine(ConfigRequest(file, root, tmp_path, gpu_memory=memory))
+        assert found.problems == (), file.stem
+        if found.facts["training"].startswith("FP8"):  # the logits in one pass
+            assert policy["logprob_chunk_size"] and policy["megatron_cfg"]["defer_fp32_logits"]
         (section,) = (s for s in found.sections if s.title.startswith("KV cache when"))
         given = (policy["generation"].get("vllm_kwargs") or {}).get("kv_cache_memory_bytes")
         told = {row[0]: row[1] for row in section.rows}
-        if "kv_cache_memory_bytes" in file.read_text().partition("\nfp8rl:")[2]:
+        if "kv_cache_memory_bytes" in written.partition("\nfp8rl:")[2]:
             assert told["write"].startswith(f"{CACHE_KEY}: {given} "), file.stem
             own += 1
         elif given is None:
@@ -71,6 +57,7 @@ def test_the_kv_cache_of_every_recipe_is_what_the_doctor_says(
         else:
             assert "more" not in told["the config has"], file.stem
     assert own == 10
+    assert not wanted
 
 
 def test_the_driver_of_a_config_is_the_one_that_upstream_runs_it_with() -> None:

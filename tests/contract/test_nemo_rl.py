@@ -11,16 +11,12 @@ import pytest
 from support.sources import environment, source
 
 HERE = Path(__file__).parent
-CONFIGS = "examples/configs/recipes/llm"
-CONFIG = f"{CONFIGS}/grpo-llama3.1-8b-instruct-2n8g-megatron-fp8-e2e.yaml"
+CONFIG = "examples/configs/recipes/llm/grpo-llama3.1-8b-instruct-2n8g-megatron-fp8-e2e.yaml"
 
 
 @pytest.mark.parametrize(
     "cases",
-    [
-        f"{name}_cases.py"
-        for name in ("nemo_rl", "driver", "doctor", "vllm", "worker", "replay", "dtensor")
-    ],
+    [f"{name}_cases.py" for name in ("nemo_rl", "driver", "doctor", "worker", "replay", "dtensor")],
 )
 def test_on_the_real_modules(cases: str) -> None:
     options = ("-q", "-ra", "-p", "no:cacheprovider")
@@ -35,25 +31,12 @@ def test_on_the_real_modules(cases: str) -> None:
     print(report.strip().splitlines()[-1])  # noqa: T201 - said with -rP
 
 
-@pytest.mark.parametrize("launcher", [False, True], ids=["autoload", "launcher"])
-def test_the_driver_stops_at_a_bad_key_before_ray(launcher: bool) -> None:
-    """`run_grpo.py` itself, untouched."""
-    root = source("NEMO_RL_SRC")
-    driver = ["-m", "nemo_rl_ext"] if launcher else []
-    env = environment()
-    if launcher:
-        env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    done = subprocess.run(
-        [
-            *(sys.executable, *driver, "examples/run_grpo.py", "--config", CONFIG),
-            "++policy.generation.vllm_cfg.fp8rl.pins.layer=[1]",
-        ],
-        cwd=root,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def test_the_driver_stops_at_a_bad_key_before_ray() -> None:
+    """`run_grpo.py` itself, untouched; driver_cases.py runs the launcher."""
+    key = "++policy.generation.vllm_cfg.fp8rl.pins.layer=[1]"
+    command = [sys.executable, "examples/run_grpo.py", "--config", CONFIG, key]
+    root, env = source("NEMO_RL_SRC"), environment()
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=300)
     if "ModuleNotFoundError" in done.stderr or "ImportError" in done.stderr:
         pytest.skip(f"NeMo RL cannot be imported here: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode != 0

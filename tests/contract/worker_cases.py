@@ -1,4 +1,7 @@
-"""Our subclass of NeMo RL's synchronous vLLM worker on a CPU: test_nemo_rl.py runs this file."""
+"""Our subclasses of NeMo RL's vLLM worker and of its extension, on a CPU, around one engine.
+
+test_nemo_rl.py runs this file.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from support.engine import SETTINGS, Engine, load_tensors, make_checkpoint
 
 pytest.importorskip("nemo_rl.models.generation.vllm.vllm_worker", exc_type=ImportError)
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 from ray import cloudpickle
@@ -20,6 +24,7 @@ from vllm import SamplingParams
 
 import vllm_fp8rl
 from fp8rl import Recipe
+from fp8rl.errors import RefitError
 from fp8rl.kv_scales import scale_name
 from nemo_rl_ext.workers.in_flight import RefitInFlight
 from nemo_rl_ext.workers.rollout_engine import UPSTREAM_EXTENSION
@@ -30,6 +35,7 @@ from nemo_rl_ext.workers.vllm import (
 )
 from nemo_rl_ext.workers.vllm_extension import Fp8VllmWorkerExtension
 from support.nemo_rl import extension
+from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.kv.scales import kv_scale_state, missing_kv_scales
 
 PROMPTS = [[5, 9, 13, 200], [7, 7, 300, 41, 2, 44], [5, 9, 13, 200]]
@@ -84,11 +90,15 @@ def model(worker: Any) -> torch.nn.Module:
     return worker.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
 
 
+def extended(worker: Any) -> Any:
+    return extension(Engine(worker.llm, Recipe()))
+
+
 def refit(worker: Any, path: Path, scales: dict[str, float] | None = None) -> None:
     """As a transport does it in vLLM's worker."""
     sent = [(name, torch.full((1,), value)) for name, value in (scales or {}).items()]
     tensors = [*load_tensors(path).items(), *sent]
-    mixed = extension(Engine(worker.llm, Recipe()))
+    mixed = extended(worker)
     with mixed._weight_update_lifecycle("collective") as finalize:
         for start in range(0, len(tensors), 5):
             mixed._load_weights(tensors[start : start + 5])
@@ -138,6 +148,28 @@ def test_generation_is_as_with_the_same_scales_from_a_trainer(worker: Any, folde
     assert teacher_forced(worker) == logprobs
     refit(worker, folder / "a", {name: 16 * scale for name, scale in found.items()})
     assert teacher_forced(worker) != logprobs
+    refit(worker, make_checkpoint(folder / "b", 1), found)
+    assert not torch.equal(generate(worker), tokens)
+
+
+def test_a_refit_that_is_broken_off_or_incomplete_leaves_the_engine_closed_until_a_whole_one(
+    worker: Any, folder: Path
+) -> None:
+    mixed, tensors = extended(worker), [*load_tensors(folder / "a").items()]
+    for sent, error in ((tensors[:3], OSError), (tensors[1:], RefitError)):
+        with pytest.raises(error), mixed._weight_update_lifecycle("ipc") as finalize:
+            mixed._load_weights(sent)
+            if error is OSError:
+                raise OSError("gone")
+            finalize()
+        assert state_of(model(worker)).guard.closed
+    refit(worker, folder / "a")
+    assert generate(worker).numel()
+
+
+def test_weights_outside_a_refit_are_refused(worker: Any, folder: Path) -> None:
+    with pytest.raises(RefitError, match=r"outside a refit.*'policy\.generation\.refit_transport'"):
+        extended(worker)._load_hf_weights([*load_tensors(folder / "a").items()])
 
 
 def test_a_rollout_is_upstreams_to_the_bit(worker: Any, folder: Path) -> None:
@@ -155,9 +187,20 @@ def test_a_rollout_is_upstreams_to_the_bit(worker: Any, folder: Path) -> None:
     assert sampled.sum() == TOKENS * len(PROMPTS)
 
 
-def test_the_engines_workers_get_our_extension() -> None:
+def test_the_engines_workers_get_our_extension_in_the_place_of_upstreams_plain_one() -> None:
+    upstream = VllmInternalWorkerExtension
+    assert f"{upstream.__module__}.{upstream.__qualname__}" == UPSTREAM_EXTENSION
     named = Fp8VllmGenerationWorkerImpl.worker_extension.rpartition(".")
     assert named[::2] == (Fp8VllmWorkerExtension.__module__, Fp8VllmWorkerExtension.__name__)
+
+
+def test_the_extension_adds_no_name_that_vllms_workers_have() -> None:
+    """vLLM asserts it when an engine starts. Upstream's own names are for an older vLLM."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    added = set(dir(Fp8VllmWorkerExtension)) - set(dir(VllmInternalWorkerExtension))
+    assert added == {"_fp8rl_refit", "kv_codes_outdated", "may_run"}
+    assert not any(hasattr(Worker, name) for name in added)
 
 
 @pytest.mark.parametrize("transport", ["via_ipc_zmq", "from_collective"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +47,6 @@ def test_an_unknown_name_is_refused(name: str, hint: str) -> None:
     error = run(name).exception
     assert isinstance(error, OptionError)
     assert str(error) == f"There is no recipe '{name}'; {hint}"
-
-
-def test_an_installed_package_has_them_inside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the wheel lays them out; ``make dist`` asks a wheel itself."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert "recipes" in wheel["only-include"]
-    inside = tmp_path / wheel["sources"]["recipes"]
-    shutil.copytree(ROOT / "recipes", inside)
-    monkeypatch.setattr(recipe_files, "__file__", str(inside.parent / "recipe_files.py"))
-    assert recipe_files.folder() == inside
 
 
 def test_a_package_without_them_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

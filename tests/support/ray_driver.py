@@ -16,14 +16,12 @@ from pathlib import Path
 
 from support.sources import ROOT, source
 
-SUMS = 20
-"""The first of the benchmark's sums: few enough that seconds of training get some of them right."""
-MODEL = f"""
+MODEL = """
 import json, pathlib
 from tiny_models import make_model, problems
-sums = problems()[:{SUMS}]
+sums = problems()[:20]  # few enough that seconds of training get some of them right
 make_model(pathlib.Path("model"), steps=40, batch_size=16, sums=sums)
-rows = (json.dumps({{"input": p.prompt, "output": p.answer}}) for p in sums)
+rows = (json.dumps({"input": p.prompt, "output": p.answer}) for p in sums)
 pathlib.Path("few.jsonl").write_text("\\n".join(rows) + "\\n", encoding="utf-8")
 """
 LIMIT_S = 600

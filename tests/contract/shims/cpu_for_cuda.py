@@ -1,25 +1,10 @@
 """Lets NeMo RL's policy and vLLM workers run where there is no GPU: for test_drivers.py alone.
 
-Ray runs :func:`setup` at the start of every worker process. It changes nothing by itself; it waits
-for the modules of NeMo RL below and, as each is imported, replaces the few things in it that only
-CUDA can do:
-
-==================  ============================================================================
-emulated            by
-==================  ============================================================================
-the CUDA device     the CPU: ``"cuda"`` is read as ``"cpu"`` in every call of torch that the
-                    trainer makes, its mesh and process group are those of gloo
-``torch.cuda``      counters of memory that stand at 0, a device with a name and a capability,
-                    waits that return at once
-CUDA IPC handles    files that two processes map: the trainer copies its buffer into one, the engine
-                    reads it there, with no copy in between, as it would on a GPU
-NVML                a UUID for each rank (its trainer and its engine's worker must agree on it), and
-                    little free memory, so that a refit has to go in several groups over reused
-                    buffers
-GPUs of Ray         vLLM's workers for CPUs take their shares of them, so that its executor for Ray
-                    can start several
-sleep mode of vLLM  said to be there; vLLM's CPU worker itself takes sleeping and waking as no-ops
-==================  ============================================================================
+Ray runs :func:`setup` at the start of every worker process. As the modules of NeMo RL below are
+imported, it replaces the few things in them that only CUDA can do: the device is the CPU, with
+counters of memory that stand at 0; CUDA IPC handles are files that two processes map, with no copy
+in between; NVML has a UUID for each rank and so little memory that a refit goes in several groups;
+vLLM's workers take shares of Ray's GPUs, and its sleep mode is a no-op.
 
 For the Megatron worker :class:`megatron_fp8rl.testing.cpu_shim.CpuShim` is switched on too, nothing
 is moved off a GPU, and ``megatron_shims`` beside this folder stands for Transformer Engine.

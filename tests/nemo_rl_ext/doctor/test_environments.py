@@ -9,14 +9,10 @@ import sysconfig
 import venv
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from fp8rl import PluginManager
-from fp8rl.cli import build_app
-from fp8rl.errors import OptionError, UnsupportedError
+from fp8rl.errors import UnsupportedError
 from fp8rl.plugins.adapters import Diagnosis
 from nemo_rl_ext.doctor import environments
 from nemo_rl_ext.doctor.environments import examine_environments
@@ -31,12 +27,11 @@ SGLANG = "nemo_rl.models.generation.sglang.sglang_worker.SGLangGenerationWorker"
 
 
 @pytest.fixture(autouse=True)
-def nothing_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_around(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither this machine's environments nor what the caller's PYTHONPATH has."""
     for name in ("PYTHONPATH", environments.VENVS, environments.ONE_FOR_ALL):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", os.defpath)
-    monkeypatch.setenv("COLUMNS", "200")
 
 
 @pytest.fixture
@@ -53,14 +48,20 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkout(tmp_path_factory.mktemp("checkout"))
 
 
+def without(folder: Path, *parts: str, of: Path) -> Path:
+    """Make a folder with links to all that another has, but for names with these parts."""
+    folder.mkdir()
+    for file in of.iterdir():
+        if not any(part in file.name for part in parts):
+            (folder / file.name).symlink_to(file)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All packages of this environment but fp8rl."""
-    folder = tmp_path_factory.mktemp("dependencies")
-    for file in SITE.iterdir():
-        if "fp8rl" not in file.name and file.suffix != ".pth":
-            (folder / file.name).symlink_to(file)
-    return folder
+    folder = tmp_path_factory.mktemp("dependencies") / "site"
+    return without(folder, "fp8rl", ".pth", of=SITE)
 
 
 @pytest.fixture(scope="module")
@@ -161,15 +162,9 @@ def test_other_files_a_missing_part_and_no_entry_points_are_told(
     shutil.copytree(target, older)
     (older / "fp8rl" / "numerics" / "formats.py").write_text("")
     make(venvs / MEGATRON, older, dependencies)
-    nameless = tmp_path / "nameless"
-    shutil.copytree(target, nameless)
-    shutil.rmtree(nameless / "fp8rl-0.1.0.dist-info")
+    nameless = without(tmp_path / "nameless", "dist-info", of=target)
     make(venvs / VLLM, nameless, dependencies)
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for file in dependencies.iterdir():
-        if not file.name.startswith("wrapt"):
-            (bare / file.name).symlink_to(file)
+    bare = without(tmp_path / "bare", "wrapt", of=dependencies)
     make(venvs / "a.DTensorPolicyWorkerV2", target, bare)
     dtensor, vllm, megatron = examine_environments(checkout).problems
     assert "cannot import wrapt (ModuleNotFoundError: No module named 'wrapt'); put" in dtensor
@@ -207,22 +202,7 @@ def test_environments_that_are_not_made_yet(
     assert examine_environments(checkout).problems == ()
 
 
-def doctor(*arguments: str) -> Any:
-    return CliRunner().invoke(
-        build_app(PluginManager()), ("doctor", "nemo-rl-environments", *arguments)
-    )
-
-
-def test_the_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkout: Path) -> None:
-    """2, of errors that reach ``main``, where nothing can be told."""
-    result = doctor("--source", str(checkout))
-    assert result.exit_code == 1
-    assert "Problem: NeMo RL has made no environment" in result.stdout
-    monkeypatch.setenv(environments.ONE_FOR_ALL, "1")
-    assert doctor("--source", str(checkout)).exit_code == 0
+def test_without_nemo_rl_nothing_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environments, "installed_package", lambda: None)
-    error = doctor().exception
-    assert isinstance(error, UnsupportedError)
-    assert "run this in its driver's environment, give --source with a checkout of it" in str(error)
-    error = doctor("--source", str(tmp_path)).exception
-    assert isinstance(error, OptionError) and "is no checkout of NeMo RL" in str(error)
+    with pytest.raises(UnsupportedError, match="run this in its driver's environment, give --so"):
+        examine_environments(None)

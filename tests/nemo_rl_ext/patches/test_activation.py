@@ -54,8 +54,9 @@ def test_importing_torch_installs_one_finder_and_imports_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("word", "on", "told"),
     [
-        *((word, False, "") for word in ("0", "false", "off", "no", " OFF ")),
-        *((word, True, "") for word in ("1", "true", "on", "yes", "")),
+        ("0", False, ""),
+        (" OFF ", False, ""),
+        ("", True, ""),
         ("nope", True, "FP8RL_AUTOLOAD is 'nope', which is neither on nor off"),
     ],
 )

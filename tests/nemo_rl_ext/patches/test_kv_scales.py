@@ -59,7 +59,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, RunState]]:
     yield module.Policy, finder.run
 
 
-def config(model: Path, driver: str = "single_controller", **vllm: Any) -> dict[str, Any]:
+def config(model: Path, **vllm: Any) -> dict[str, Any]:
     block = {"kv_cache": {"recalibrate": "grow"}}
     asked = {"fp8rl": block, "async_engine": True} | vllm
     return planned(
@@ -70,7 +70,7 @@ def config(model: Path, driver: str = "single_controller", **vllm: Any) -> dict[
             "megatron_cfg": {"enabled": True, "fp8rl": asked["fp8rl"]},
             "generation": {"vllm_cfg": asked},
         },
-        driver,
+        "single_controller",
     )
 
 

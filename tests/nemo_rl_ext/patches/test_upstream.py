@@ -55,13 +55,10 @@ def test_what_does_not_matter_is_accepted(compare: Callable[..., None], actual: 
     "actual",
     [
         pytest.param("self, data, loss_fn, eval_mode=False", id="removed"),
-        pytest.param("self, batch, loss_fn, eval_mode=False, timer=None", id="renamed"),
         pytest.param("self, loss_fn, data, eval_mode=False, timer=None", id="reordered"),
-        pytest.param("self, data, gbs, loss_fn, eval_mode=False", id="inserted before one"),
         pytest.param("self, data, loss_fn, gbs, eval_mode=False, timer=None", id="required"),
         pytest.param("self, data, loss_fn, eval_mode=False, *, gbs, timer=None", id="by name"),
         pytest.param("self, data, loss_fn, eval_mode, timer=None", id="no longer optional"),
-        pytest.param("self, data, loss_fn, eval_mode=False, *, timer", id="nor by name"),
         pytest.param("self, data, loss_fn, *, eval_mode=False, timer=None", id="by name alone"),
         pytest.param("self, data, loss_fn, eval_mode=False, **kwargs", id="hidden"),
     ],
@@ -89,22 +86,19 @@ def test_a_decorated_function_is_compared_by_its_source(
     package = "decorated_of_a_test"
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").touch()
-    upstreams = {}
-    for name, parameter in (("fits", "config_path"), ("differs", "path")):
-        text = f"""
+    text = """
 def named(f):
     return lambda *args, **kwargs: f(*args, **kwargs)
 
 @named
-def load_config({parameter}): ...
+def load_config(path): ...
 """
-        (tmp_path / package / f"{name}.py").write_text(text)
-        upstreams[name] = Upstream(f"{package}.{name}", "load_config", "config_path")
+    (tmp_path / package / "part.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    fits, differs = (importlib.import_module(upstream.module) for upstream in upstreams.values())
-    resolve(fits, upstreams["fits"])
+    module = importlib.import_module(f"{package}.part")
+    resolve(module, Upstream(module.__name__, "load_config", "path"))
     with pytest.raises(UnsupportedError, match=r"takes \(path\), which does not fit \(config_path"):
-        resolve(differs, upstreams["differs"])
+        resolve(module, Upstream(module.__name__, "load_config", "config_path"))
 
 
 def test_what_is_gone_is_told_by_name(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,13 +9,11 @@ from typing import Any
 
 import pytest
 
-import nemo_rl_ext
 from fp8rl.errors import UnsupportedError
 from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches import worker_classes
-from nemo_rl_ext.patches.worker_classes import STANDS_FOR, UPSTREAM
+from nemo_rl_ext.patches.worker_classes import STANDS_FOR
 from support.nemo_rl import planned
-from support.processes import run_code
 
 EXTENSION = "my_package.MyWorker"
 KEY = "worker_extension_cls_fqn"
@@ -104,43 +101,3 @@ def test_another_class_in_the_key_or_the_argument_is_refused(by_key: Any) -> Non
     generation = {"vllm_kwargs": {"quantization": "fp8rl"}, KEY: EXTENSION}
     with pytest.raises(UnsupportedError, match=rf"^policy\.generation\.{KEY}=.* the vLLM worker"):
         by_key.VllmGeneration(None, generation)
-
-
-def test_what_the_trainer_passes_to_upstream_by_name_is_compared() -> None:
-    """Else a name that is gone is noticed when the method runs, and not when the driver starts."""
-    compared = {
-        upstream.name.removeprefix("MegatronPolicyWorkerImpl."): ast.parse(
-            f"def f({upstream.parameters}): ..."
-        )
-        for upstream in UPSTREAM
-        if upstream.parameters is not None
-    }
-    file = Path(nemo_rl_ext.__file__).with_name("workers") / "training.py"
-    passed = [
-        (call.func.attr, keyword.arg)
-        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
-        if ast.unparse(call.func.value) == "super()"
-        for keyword in call.keywords
-        if keyword.arg is not None  # **options are the caller's
-    ]
-    assert ("get_logprobs", "data") in passed
-    for method, name in passed:
-        arguments = {n.arg for n in ast.walk(compared[method]) if isinstance(n, ast.arg)}
-        assert name in arguments, f"{method}({name}=..)"
-
-
-def test_a_worker_without_the_package_does_not_train_in_bf16() -> None:
-    """A worker imports its class by name, as upstream's builder of workers does."""
-    module, _, cls = next(iter(STANDS_FOR.values())).rpartition(".")
-    done = run_code(
-        f"""
-        import importlib, sys
-        sys.modules["nemo_rl_ext"] = None  # an environment without this distribution
-        getattr(importlib.import_module({module!r}), {cls!r})
-        """
-    )
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("ModuleNotFoundError")
-    assert "nemo_rl_ext" in last

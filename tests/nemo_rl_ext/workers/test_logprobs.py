@@ -64,34 +64,22 @@ CHUNKED = {"logprob_chunk_size": 256}
 
 
 @pytest.mark.parametrize(
-    ("wanted", "exact", "policy", "stands"),
+    ("kind", "wanted", "exact", "policy", "stands"),
     [
-        (None, False, CHUNKED, FusedLogprob),
-        (None, True, CHUNKED, ExactLogprob),
-        ("0", False, CHUNKED, Theirs),
-        (None, False, {}, Theirs),  # log-probabilities are not computed in chunks
+        (Theirs, None, False, CHUNKED, FusedLogprob),
+        (Theirs, None, True, CHUNKED, ExactLogprob),
+        (Theirs, "0", False, CHUNKED, Theirs),
+        (Theirs, None, False, {}, Theirs),  # log-probabilities are not computed in chunks
+        (Others, None, False, CHUNKED, Others),
     ],
 )
 def test_which_class_stands_in_the_place_of_upstreams(
-    monkeypatch: pytest.MonkeyPatch,
-    wanted: str | None,
-    exact: bool,
-    policy: dict[str, Any],
-    stands: type,
+    kind: type, wanted: str | None, exact: bool, policy: Any, stands: type, monkeypatch: Any
 ) -> None:
-    module = upstream(monkeypatch, Theirs, wanted)
+    module = upstream(monkeypatch, kind, wanted)
     for _ in range(2):  # a second worker of the process finds ours
         fuse_logprobs(policy, exact=exact)
         assert module.ChunkedDistributedLogprob is stands
-
-
-def test_a_class_with_other_arguments_stays_and_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    module = upstream(monkeypatch, Others, None)
-    fuse_logprobs(CHUNKED)
-    assert module.ChunkedDistributedLogprob is Others
-    assert "upstream's class computes log-probabilities" in caplog.text
 
 
 @pytest.mark.parametrize(

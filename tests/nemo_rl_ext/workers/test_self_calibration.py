@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 from fp8rl import Recipe
@@ -14,7 +15,7 @@ from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers import self_calibration
-from nemo_rl_ext.workers.refit import StreamedRefit
+from nemo_rl_ext.workers.refit import StreamedRefit, kv_codes_outdated, may_run
 from nemo_rl_ext.workers.self_calibration import SEQUENCES, TOKENS, CalibratingLLM
 from support.engine import LAYERS, Engine, load_tensors, make_checkpoint, start_engine
 from vllm_fp8rl.calibration import calibrate_kv_scales
@@ -41,14 +42,15 @@ def engine(live: Engine) -> Engine:
     return Engine(CalibratingLLM(live.llm), live.recipe)
 
 
-def refit(engine: Engine, path: Path, scale: float | None = None) -> None:
-    import torch
-
+def send(engine: Engine, path: Path, scale: float | None = None) -> None:
     scales = [] if scale is None else [(n, torch.full((1,), scale)) for n in scale_names(LAYERS)]
-    session = StreamedRefit(engine.model, True)
-    with session:
+    with StreamedRefit(engine.model, True) as session:
         session.load([*load_tensors(path).items(), *scales])
         session.finish()
+
+
+def refit(engine: Engine, path: Path, scale: float | None = None) -> None:
+    send(engine, path, scale)
     engine.llm.reset_prefix_cache()
 
 
@@ -105,6 +107,25 @@ def test_whole_sequences_leave_room_for_one_token(engine: Engine) -> None:
     assert [len(s) for s in engine.llm._self_seen] == [255]
     forget_kv_scales(engine.model)
     engine.greedy(PROMPTS)
+
+
+def test_a_worker_tells_whether_its_engine_may_run_and_whether_codes_are_outdated(
+    engine: Engine, folder: Path
+) -> None:
+    """Of which in_flight.py asks."""
+    refit(engine, folder / "a", 0.0625)
+    engine.greedy(PROMPTS)
+    for scale, changed in ((0.0625, False), (0.25, True)):
+        send(engine, folder / "a", scale)
+        assert (may_run(engine.model), kv_codes_outdated(engine.model)) == (not changed, changed)
+    engine.llm.reset_prefix_cache()
+    assert may_run(engine.model) and not kv_codes_outdated(engine.model)
+    with pytest.raises(OSError), StreamedRefit(engine.model, True) as session:
+        session.load([*load_tensors(folder / "a").items()][:3])
+        raise OSError
+    assert not may_run(engine.model)
+    refit(engine, folder / "a", 0.25)
+    assert may_run(engine.model)
 
 
 def test_few_sequences_from_all_over_a_batch_within_a_budget_of_tokens() -> None:

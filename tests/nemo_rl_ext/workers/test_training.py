@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from transformers import Qwen3Config
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from fp8rl.errors import CheckpointError, UnsupportedError
 from fp8rl.kv_scales import scale_names
@@ -24,21 +23,11 @@ from megatron_fp8rl.testing.models import build_gpt
 from nemo_rl_ext.workers import kept_codes, training
 from nemo_rl_ext.workers.kept_codes import DeviceMemory
 from nemo_rl_ext.workers.training import Fp8Training
+from support.megatron import LENGTH, dense, losses, moe, one_process, quantized_weights, tokens
 from support.megatron import kept as kept_of
-from support.megatron import one_process, quantized_weights
 from support.nemo_rl import planned
-from support.processes import run_code
 
-CONFIG = Qwen3Config(
-    vocab_size=96,
-    hidden_size=128,
-    intermediate_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=64,
-)
+CONFIG = dense(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,18 +36,22 @@ def megatron_world() -> Iterator[None]:
         yield
 
 
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"input_ids": torch.randint(0, CONFIG.vocab_size, (4, 16), generator=generator)}
+
+
+BATCH = batch(0)
+
+
 def forward(model: torch.nn.Module, seed: int) -> torch.Tensor:
-    ids = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(seed))
-    return model(ids, torch.arange(16).expand(2, -1), None)
+    return model(batch(seed)["input_ids"], torch.arange(16).expand(4, -1), None)
 
 
 def upstream_setup(
     policy_cfg: Any,
     megatron_cfg: Any,
     load_optimizer: bool = True,
-    get_embedding_ranks: Any = None,
-    get_position_embedding_ranks: Any = None,
-    pre_load_checkpoint_hook: Any = None,
     additional_pre_wrap_hooks: Any = None,
     load_weights: bool = True,
 ) -> Any:
@@ -69,11 +62,13 @@ def upstream_setup(
     return SimpleNamespace(model=chunks[0])
 
 
+# The module of upstream's class, whose function its constructor calls.
 upstream = SimpleNamespace(setup_model_and_optimizer=upstream_setup)
-"""The module of upstream's class, whose function its constructor calls."""
 
 
 class MegatronPolicyWorkerImpl:
+    """Calls of upstream's kinds over batches, in two micro-batches each."""
+
     def __init__(
         self,
         config: dict[str, Any],
@@ -82,31 +77,28 @@ class MegatronPolicyWorkerImpl:
         **options: Any,
     ) -> None:
         self.cfg, self.forwards = config, 0
-        self.model = upstream.setup_model_and_optimizer(
-            config,
-            None,
-            init_optimizer,
-            pre_load_checkpoint_hook=None,
-            load_weights=True,
-            **options,
-        ).model
+        setup = upstream.setup_model_and_optimizer
+        self.model = setup(config, None, init_optimizer, load_weights=True, **options).model
 
-    def calibrate_qkv_fp8_scales(
-        self,
-        *,
-        data: Any,
-        micro_batch_size: int | None = None,
-        percentile: float = 99.9,
-        margin: float = 1.05,
-        include_q: bool = False,
-    ) -> dict[str, Any]:
-        return {"layers": "upstream's"}
+    def calibrate_qkv_fp8_scales(self, *, data: Any, include_q: bool = False) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def micro_batches(self, data: dict[str, torch.Tensor], grad: bool = True) -> list[torch.Tensor]:
+        found = []
+        with torch.set_grad_enabled(grad):
+            for ids in data["input_ids"].chunk(2):
+                logits = self.model(ids, torch.arange(ids.shape[1]).expand(len(ids), -1), None)
+                if grad:
+                    logits.float().pow(2).mean().backward()
+                found.append(logits.detach())
+        return found
 
     def get_logprobs(
-        self, *, data: Any, micro_batch_size: int | None, require_router_replay: bool
-    ) -> None:
+        self, *, data: Any, micro_batch_size: int | None = None, require_router_replay: bool = True
+    ) -> list[torch.Tensor]:
         self.forwards += 1
-        forward(self.model, data)
+        self.model.eval()
+        return self.micro_batches(data, grad=False)
 
     def stream_weights_via_ipc_zmq(
         self, buffer_size_bytes: int = 0, kv_scales: dict[str, float] | None = None
@@ -114,11 +106,7 @@ class MegatronPolicyWorkerImpl:
         return buffer_size_bytes, kv_scales
 
     def broadcast_weights_for_collective(
-        self,
-        kv_scales: dict[str, float] | None = None,
-        *,
-        buffer_size_bytes: int | None = None,
-        num_buffers: int | None = None,
+        self, kv_scales: dict[str, float] | None = None, *, num_buffers: int | None = None
     ) -> tuple[int | None, Any]:
         return num_buffers, kv_scales
 
@@ -128,8 +116,18 @@ class MegatronPolicyWorkerImpl:
         Path(weights_path).mkdir()
 
     def train(self, data: Any, loss_fn: Any, eval_mode: bool = False) -> dict[str, Any]:
-        forward(self.model, data)
-        return {"all_mb_metrics": {"loss": [0.5]}}
+        self.model.train(not eval_mode)
+        logits = self.micro_batches(data, grad=not eval_mode)
+        if not eval_mode:
+            torch.optim.SGD(self.model.parameters(), lr=1e-2).step()
+            logits += self.micro_batches(data)
+        return {"all_mb_metrics": {"loss": [0.5]}, "logits": logits}
+
+    def train_microbatch(self, data: Any) -> None:
+        self.micro_batches(data)
+        self._log_gpu_mem("chunk_exit")
+
+    def _log_gpu_mem(self, tag: str) -> None: ...
 
     def finish_train_step(self) -> dict[str, Any]:
         return {"all_mb_metrics": {}}
@@ -165,34 +163,18 @@ def test_the_model_is_converted_and_pinned_before_it_is_wrapped(
     assert upstream.setup_model_and_optimizer is upstream_setup, "other workers' is as it was"
 
 
-@pytest.mark.parametrize(("block", "optimizer"), [({}, True), ({"training": False}, False)])
-def test_every_model_is_built_without_the_norm_of_queries(
-    block: dict[str, Any], optimizer: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_model_is_built_without_the_norm_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one of them the norm would make it another model than the rollout, untold."""
-    monkeypatch.setattr("megatron_fp8rl.compat.register_with_bridge", lambda classes: None)
     resolver = SimpleNamespace(choose="stock")
-    patch = (resolver, "choose", "ours")
-    monkeypatch.setattr("megatron_fp8rl.compat.query_norm_patch", lambda: patch)
+    monkeypatch.setattr("megatron_fp8rl.compat.query_norm_patch", lambda: (resolver, "choose", "o"))
     built: list[str] = []
 
-    def setup(*args: Any, **options: Any) -> Any:
+    def construct(self: Any, config: Any) -> None:  # imports, the model, the reference
         built.append(resolver.choose)
-        return upstream_setup(*args, **options)
 
-    class Builders(MegatronPolicyWorkerImpl):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            built.append(resolver.choose)  # the import
-            super().__init__(*args, **options)
-            built.append(resolver.choose)  # the reference
-
-    class All(Fp8Training, Builders):
-        upstream_module = upstream
-
-    monkeypatch.setattr(upstream, "setup_model_and_optimizer", setup)
-    All(policy(block), init_optimizer=optimizer)
-    assert built == ["ours"] * 3
-    assert resolver.choose == "stock"
+    monkeypatch.setattr(MegatronPolicyWorkerImpl, "__init__", construct)
+    Worker(policy({}))
+    assert (built, resolver.choose) == (["o"], "stock")
 
 
 def test_workers_that_train_in_bf16_keep_the_model_and_rollouts_alone_have_it_observed() -> None:
@@ -213,7 +195,7 @@ def test_workers_that_train_in_bf16_keep_the_model_and_rollouts_alone_have_it_ob
 def test_scales_come_from_the_steps_forwards_and_change_with_them() -> None:
     worker = Worker(policy({"training": False, "kv_cache": {"margin": 2.0}}))
     model = worker.model
-    first = worker.calibrate_qkv_fp8_scales(data=0, include_q=True)["layers"]
+    first = worker.calibrate_qkv_fp8_scales(data=BATCH, include_q=True)["layers"]
     assert worker.forwards == 1  # nothing had been seen
     assert set(first) == set(scale_names(3))
 
@@ -221,7 +203,7 @@ def test_scales_come_from_the_steps_forwards_and_change_with_them() -> None:
         for parameter in model.parameters():
             parameter.mul_(2)
     forward(model, 1)
-    second = worker.calibrate_qkv_fp8_scales(data=0)["layers"]
+    second = worker.calibrate_qkv_fp8_scales(data=BATCH)["layers"]
     assert worker.forwards == 1
     assert set(second) == {n for n in scale_names(3) if not n.endswith("q_scale")}
     assert all(second[n] != first[n] for n in second)
@@ -238,23 +220,21 @@ def test_attention_sees_what_the_rollouts_cache_holds_from_each_refit_on(
 ) -> None:
     worker = Worker(policy({"training": False}))
     plain = forward(worker.model, 1)
-    first = worker.calibrate_qkv_fp8_scales(data=0, include_q=True)["layers"]
+    first = worker.calibrate_qkv_fp8_scales(data=BATCH, include_q=True)["layers"]
     assert torch.equal(forward(worker.model, 1), plain), "scales that no engine has yet"
     assert worker.stream_weights_via_ipc_zmq(buffer_size_bytes=7, kv_scales=first) == (7, first)
     quantized = forward(worker.model, 1)
     assert not torch.equal(quantized, plain)
 
-    second = worker.calibrate_qkv_fp8_scales(data=0)["layers"]
+    second = worker.calibrate_qkv_fp8_scales(data=BATCH)["layers"]
     assert second != first
     assert torch.equal(forward(worker.model, 1), quantized), "those of the next refit do not count"
     small = {name: scale / 4 for name, scale in first.items()}
-    assert worker.broadcast_weights_for_collective(
-        kv_scales=small, buffer_size_bytes=None, num_buffers=3
-    ) == (3, small)
+    assert worker.broadcast_weights_for_collective(kv_scales=small, num_buffers=3) == (3, small)
     clipping = forward(worker.model, 1)
     assert not torch.equal(clipping, quantized)
 
-    metrics = worker.train(2, loss_fn=None)["all_mb_metrics"]
+    metrics = worker.train(batch(2), loss_fn=None, eval_mode=True)["all_mb_metrics"]
     assert metrics["loss"] == [0.5]
     assert 0 < metrics["fp8rl/k_clipped_share"][0] < 1 > metrics["fp8rl/v_clipped_share"][0] > 0
     assert worker.finish_train_step()["all_mb_metrics"] == {}, "nothing has run since"
@@ -270,7 +250,7 @@ def test_attention_sees_what_the_rollouts_cache_holds_from_each_refit_on(
 def test_attention_sees_what_an_int8_cache_holds_from_the_start_and_no_scales_are_sent() -> None:
     """The engines make the scales, so no refit brings any; also where only rollouts are ours."""
     block = {"kv_cache": {"dtype": "int8_per_token_head"}, "training": False}
-    for cfg in (policy(block), policy(block, optimizer={}), policy(block, "ppo")):
+    for cfg in (policy(block, optimizer={}), policy(block, "ppo")):
         worker = Worker(cfg)
         assert worker._qkv_observer is None
         rounded = forward(worker.model, 1)
@@ -278,7 +258,8 @@ def test_attention_sees_what_an_int8_cache_holds_from_the_start_and_no_scales_ar
             assert not torch.equal(rounded, forward(worker.model, 1))
         worker.broadcast_weights_for_collective(kv_scales=None)
         assert torch.equal(forward(worker.model, 1), rounded)
-        assert worker.train(2, loss_fn=None)["all_mb_metrics"] == {"loss": [0.5]}
+        found = worker.train(batch(2), loss_fn=None, eval_mode=True)
+        assert found["all_mb_metrics"] == {"loss": [0.5]}
     plain = {"dtype": "int8_per_token_head", "in_training": False}
     for kv_cache in (plain, {"dtype": "auto"}):
         assert Worker(policy({"kv_cache": kv_cache, "training": False}))._kv_cache is None
@@ -300,7 +281,7 @@ def test_upstreams_calibration_sees_values_before_quantization(
         return {"format": "fp8", "layers": {"a": 0.3, "b": 0.25, "c": 2.1}}
 
     monkeypatch.setattr(MegatronPolicyWorkerImpl, "calibrate_qkv_fp8_scales", calibrate)
-    found = worker.calibrate_qkv_fp8_scales(data=0)
+    found = worker.calibrate_qkv_fp8_scales(data=BATCH)
     # Powers of two, whose products with codes BF16 holds; never below what upstream has found.
     assert found == {"format": "fp8", "layers": {"a": 0.5, "b": 0.25, "c": 4.0}}
     assert torch.equal(seen[0], plain)
@@ -314,34 +295,32 @@ def test_scales_of_one_are_told_from_those_that_nemo_rl_does_not_have(
     monkeypatch.setattr(QKVObserver, "amax", lambda self: torch.tensor([[7.0, 400.0, 400.0]] * 3))
     worker = Worker(policy({"training": False, "kv_cache": {"recalibrate": "grow", "margin": 1.0}}))
     for _ in range(2):  # a scale in service stays
-        layers = worker.calibrate_qkv_fp8_scales(data=0, include_q=True)["layers"]
+        layers = worker.calibrate_qkv_fp8_scales(data=BATCH, include_q=True)["layers"]
         cached = [layers[name] for name in scale_names(3, ("k", "v"))]
         assert cached == [2.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def scaled(model: torch.nn.Module, factor: float) -> None:
-    """Multiply the values of every attention layer; norms keep queries and keys as they are."""
+    """Multiply the values of the last layer; norms keep its queries and keys as they are."""
     with torch.no_grad():
-        for layer in model.decoder.layers:
-            layer.self_attention.linear_qkv.weight *= factor
+        model.decoder.layers[-1].self_attention.linear_qkv.weight *= factor
 
 
 def test_scales_grow_with_the_values_and_never_shrink() -> None:
     worker = Worker(policy({"training": False, "kv_cache": {"recalibrate": "grow"}}))
-    first = worker.calibrate_qkv_fp8_scales(data=0, include_q=True)
+    first = worker.calibrate_qkv_fp8_scales(data=BATCH, include_q=True)
     assert first["outgrown"] == []
     assert all(math.frexp(scale)[0] == 0.5 for scale in first["layers"].values())
     for factor in (1.0, 0.25, 4.0):
         scaled(worker.model, factor)
         forward(worker.model, 0)
-        assert worker.calibrate_qkv_fp8_scales(data=0, include_q=True) == first
+        assert worker.calibrate_qkv_fp8_scales(data=BATCH, include_q=True) == first
     scaled(worker.model, 64.0)
     forward(worker.model, 0)
-    grown = worker.calibrate_qkv_fp8_scales(data=0, include_q=True)
-    values = [name for name in first["layers"] if name.endswith("v_scale")]
-    assert grown["outgrown"] == values
-    for name, scale in grown["layers"].items():
-        assert scale == first["layers"][name] * (64.0 if name in values else 1.0)
+    grown = worker.calibrate_qkv_fp8_scales(data=BATCH, include_q=True)
+    name = "model.layers.2.self_attn.v_scale"
+    assert grown["outgrown"] == [name]
+    assert grown["layers"] == {**first["layers"], name: 64 * first["layers"][name]}
     assert worker.forwards == 1
 
 
@@ -350,51 +329,41 @@ def test_scales_that_last_outlive_the_run(kind: str, tmp_path: Path) -> None:
     """Naively a resumed run calibrates anew: scales of `start` change, those of `grow` shrink."""
     config = policy({"training": False, "kv_cache": {"recalibrate": kind}})
     worker = Worker(config)
-    first = worker.calibrate_qkv_fp8_scales(data=0, include_q=True)["layers"]
+    first = worker.calibrate_qkv_fp8_scales(data=BATCH, include_q=True)["layers"]
     weights = str(tmp_path / "weights")
     worker.save_checkpoint(weights_path=weights, tokenizer_path=None)
 
     resumed = Worker(config, weights_path=weights)
     scaled(resumed.model, 1 / 64)
-    again = resumed.calibrate_qkv_fp8_scales(data=0, include_q=True)
+    again = resumed.calibrate_qkv_fp8_scales(data=BATCH, include_q=True)
     assert (again["layers"], again["outgrown"]) == (first, [])
 
     other = Worker(config, weights_path=str(tmp_path))  # a checkpoint without scales
     scaled(other.model, 1 / 64)
-    assert other.calibrate_qkv_fp8_scales(data=0, include_q=True)["layers"] != first
+    assert other.calibrate_qkv_fp8_scales(data=BATCH, include_q=True)["layers"] != first
 
 
-def test_a_kill_while_scales_are_written_leaves_those_of_before(
-    tmp_path: Path,
+def test_a_save_that_is_broken_off_leaves_the_scales_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that is killed once half of the new file is on disk."""
+    """Once half of the new file is on disk."""
     worker = Worker(policy({"training": False, "kv_cache": {"recalibrate": "grow"}}))
-    worker.calibrate_qkv_fp8_scales(data=0)
+    worker.calibrate_qkv_fp8_scales(data=BATCH)
     weights = tmp_path / "weights"
     worker.save_checkpoint(weights_path=str(weights))
     file = weights / training.SCALES_FILE
     before = file.read_text()
-    done = run_code(
-        f"""
-        import json, os
-        from nemo_rl_ext.workers import training
 
-        def killed(scales, file):
-            file.write(json.dumps(scales)[:20])
-            file.flush()
-            os._exit(9)
+    def broken(scales: dict[str, float], file: Any) -> None:
+        file.write('{"model.layers.0')
+        raise KeyboardInterrupt
 
-        training.json.dump = killed
-        training._save_scales({str(weights)!r}, {{"model.layers.0.self_attn.k_scale": 2.0}})
-        """,
-        timeout=120,
-    )
-    assert done.returncode == 9, done.stderr
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        patch.setattr(training.json, "dump", broken)
+        training._save_scales(str(weights), {"a": 2.0})
     assert file.read_text() == before
-    Worker(policy({"training": False}), weights_path=str(weights))
     training._save_scales(str(weights), {"a": 2.0})
-    assert json.loads(file.read_text()) == {"a": 2.0}
-    assert [f.name for f in weights.iterdir()] == [training.SCALES_FILE]
+    assert [f.read_text() for f in weights.iterdir()] == ['{"a": 2.0}']
 
 
 NAME = "model.layers.0.self_attn.k_scale"
@@ -403,64 +372,25 @@ NAME = "model.layers.0.self_attn.k_scale"
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "is not valid JSON"),
-        (f'{{"{NAME}": 1.0, "{NAME}": 2.0}}', NAME),
-        (f'{{"{NAME}": NaN}}', NAME),
-        ('{"model.layers.0.k_proj.weight": 1.0}', "is no KV scale"),
+        (b"", "is not valid JSON"),
+        (b'{"%s": NaN}' % NAME.encode(), NAME),
+        (b'{"model.layers.0.k_proj.weight": 1.0}', "is no KV scale"),
         (b"\xff\xfe", "can't decode"),
     ],
 )
 def test_damaged_scales_of_a_checkpoint_are_refused_by_their_file(
-    text: str | bytes, reason: str, tmp_path: Path
+    text: bytes, reason: str, tmp_path: Path
 ) -> None:
     """Naively a JSONDecodeError that names no file."""
     file = tmp_path / training.SCALES_FILE
-    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    file.write_bytes(text)
     config = policy({"training": False, "kv_cache": {"recalibrate": "grow"}})
     with pytest.raises(CheckpointError) as raised:
         Worker(config, weights_path=str(tmp_path))
     assert reason in str(raised.value)
     assert f"'{file}'" in str(raised.value)
     file.unlink()  # the remedy
-    assert Worker(config, weights_path=str(tmp_path)).calibrate_qkv_fp8_scales(data=0)["layers"]
-
-
-class Batches(MegatronPolicyWorkerImpl):
-    """Calls of upstream's kinds over batches of rows of tokens, two micro-batches each."""
-
-    def micro_batches(self, data: dict[str, torch.Tensor], grad: bool = True) -> list[torch.Tensor]:
-        found = []
-        with torch.set_grad_enabled(grad):
-            for ids in data["input_ids"].chunk(2):
-                logits = self.model(ids, torch.arange(ids.shape[1]).expand(len(ids), -1), None)
-                if grad:
-                    logits.float().pow(2).mean().backward()
-                found.append(logits.detach())
-        return found
-
-    def get_logprobs(  # type: ignore[override]
-        self, *, data: Any, micro_batch_size: int | None = None, require_router_replay: bool = True
-    ) -> list[torch.Tensor]:
-        self.model.eval()
-        return self.micro_batches(data, grad=False)
-
-    def train(self, data: Any, loss_fn: Any, eval_mode: bool = False) -> dict[str, Any]:
-        self.model.train(not eval_mode)
-        logits = self.micro_batches(data, grad=not eval_mode)
-        if not eval_mode:
-            torch.optim.SGD(self.model.parameters(), lr=1e-2).step()
-            logits += self.micro_batches(data)
-        return {"all_mb_metrics": {}, "logits": logits}
-
-    def train_microbatch(self, data: Any) -> None:
-        self.micro_batches(data)
-        self._log_gpu_mem("chunk_exit")
-
-    def _log_gpu_mem(self, tag: str) -> None: ...
-
-
-class BatchWorker(Fp8Training, Batches):
-    upstream_module = upstream
+    assert Worker(config, weights_path=str(tmp_path)).calibrate_qkv_fp8_scales(data=BATCH)["layers"]
 
 
 @pytest.fixture
@@ -494,13 +424,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return found
 
 
-def batch_worker(on_gpu: bool = True, **block: Any) -> BatchWorker:
+def batch_worker(on_gpu: bool = True, **block: Any) -> Worker:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-        return BatchWorker(policy({"kv_cache": {"dtype": "auto"}, **block}))
+        return Worker(policy({"kv_cache": {"dtype": "auto"}, **block}))
 
 
-def keeps(worker: BatchWorker) -> list[bool]:
+def keeps(worker: Worker) -> list[bool]:
     """Whether each forward from now on finds that codes are kept."""
     (epoch,) = {m.fp8_setup.epoch for m in conversion_of(worker.model).modules.values()}
     seen: list[bool] = []
@@ -508,7 +438,6 @@ def keeps(worker: BatchWorker) -> list[bool]:
     return seen
 
 
-BATCH = {"input_ids": torch.arange(4 * 16).reshape(4, 16)}
 CALLS = {
     "get_logprobs": lambda worker: worker.get_logprobs(data=BATCH),
     "train": lambda worker: worker.train(BATCH, loss_fn=None)["logits"],
@@ -605,7 +534,7 @@ def test_the_peak_is_looked_at_before_upstream_resets_it(
     def reset(self: Any, tag: str) -> None:
         device.peak = 0
 
-    monkeypatch.setattr(Batches, "_log_gpu_mem", reset)
+    monkeypatch.setattr(MegatronPolicyWorkerImpl, "_log_gpu_mem", reset)
     worker = batch_worker()
     seen = keeps(worker)
     for peak in (900, 0):
@@ -614,30 +543,19 @@ def test_the_peak_is_looked_at_before_upstream_resets_it(
     assert not any(seen), "1.1 times what the first needed is not there beside a twentieth"
 
 
-@pytest.mark.parametrize(
-    ("keys", "on_gpu", "optimizer", "fused"),
-    [
-        ({}, True, True, [False]),
-        ({"training": False}, True, True, []),
-        ({}, False, True, []),
-        ({}, True, False, []),
-    ],
-    ids=["FP8", "training in BF16", "CPU", "teacher"],
-)
 def test_whose_log_probabilities_are_fused(
-    device: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    keys: dict[str, Any],
-    on_gpu: bool,
-    optimizer: bool,
-    fused: list[bool],
+    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    BatchWorker(policy({"kv_cache": {"dtype": "auto"}, **keys}), init_optimizer=optimizer)
-    assert device.fused == fused
+    batch_worker(training=False)
+    batch_worker(on_gpu=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    Worker(policy({}), init_optimizer=False)  # a teacher
+    assert device.fused == []
+    batch_worker()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="exact needs bfloat16 parameters"):
-        BatchWorker(policy({"exact": True}))  # this model's are not, which the conversion sees
-    assert device.fused == [*fused, True], "exact's are the rollouts', on a CPU too"
+        Worker(policy({"exact": True}))  # this model's are not, which the conversion sees
+    assert device.fused == [False, True], "exact's are the rollouts', on a CPU too"
 
 
 def test_codes_are_not_kept_where_none_are_made_or_a_variable_says_so(
@@ -649,3 +567,29 @@ def test_codes_are_not_kept_where_none_are_made_or_a_variable_says_so(
     pinned.get_logprobs(data=BATCH)
     monkeypatch.setenv("FP8RL_KEEP_CODES", "0")
     assert batch_worker()._kept_codes is None
+
+
+def test_a_step_reports_what_was_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = [torch.tensor([[3, 2]] * LENGTH + [[0, 1]] * LENGTH)] * 2  # of two sequences
+
+    def setup(*args: Any, **options: Any) -> Any:
+        return SimpleNamespace(model=build_gpt(moe(4), moe_enable_routing_replay=True))
+
+    def train(self: Any, data: Any, *, eval_mode: bool = False) -> dict[str, Any]:
+        RouterReplay.clear_global_indices()
+        RouterReplay.set_replay_data(routes)
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        losses(self.model, data)
+        return {"moe_metrics": {"load_balancing_loss": 2.0}}
+
+    RouterReplay.clear_global_router_replay_instances()
+    monkeypatch.setattr(upstream, "setup_model_and_optimizer", setup)
+    monkeypatch.setattr(MegatronPolicyWorkerImpl, "train", train)
+    worker = Worker({**policy({"training": False}), "router_replay": {"enabled": True}})
+    metrics = worker.train(tokens())["moe_metrics"]
+    assert metrics["load_balancing_loss"] == 2.0
+    assert metrics["fp8rl/replayed_route_share"] == 1.0, "the second is padding"
+    assert 0 < metrics["fp8rl/replay_changed_expert_share"] < 1
+    told_once = {"all_mb_metrics": {}, "moe_metrics": {}}
+    assert worker.finish_train_step() == told_once
+    RouterReplay.clear_global_router_replay_instances()
