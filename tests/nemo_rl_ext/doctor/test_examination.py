@@ -79,6 +79,10 @@ def rows(diagnosis: Diagnosis, title: str) -> dict[str, tuple[str, ...]]:
     return {row[0]: row[1:] for row in section.rows}
 
 
+def titles(diagnosis: Diagnosis) -> list[str]:
+    return [section.title for section in diagnosis.sections]
+
+
 def test_a_config_with_the_block(look: Any, source: Path) -> None:
     found = look(config({"pins": {"first": 2}}, loss_fn__fp8rl_guard={"fallback": "stop"}))
     assert found.problems == ()

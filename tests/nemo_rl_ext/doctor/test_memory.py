@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager
 from fp8rl.models.pins import PinRow
@@ -12,9 +17,8 @@ from fp8rl.models.sizes import GIB, Sizes
 from fp8rl.models.spec import ModelSpec
 from fp8rl.recipe import Pins
 
-DENSE = {
-    "model_type": "qwen3",
-    "tie_word_embeddings": False,
+SHAPES = Path(__file__).resolve().parents[3] / "benchmarks" / "shapes"
+SHAPE = {
     "vocab_size": 1024,
     "hidden_size": 256,
     "intermediate_size": 384,
