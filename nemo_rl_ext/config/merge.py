@@ -90,7 +90,7 @@ _OF_TRAINING: tuple[Rule, ...] = (
     ),
 )
 
-# Its worker trains a model of transformers by FSDP2, which torch_fp8rl converts.
+# Its workers train a model of transformers by FSDP2, which torch_fp8rl converts.
 _FSDP_ALONE = (
     f"is {{}}, and FP8 training with '{DTENSOR}.{BLOCK}' is served by FSDP2 alone; set it to 1, "
     "or train with Megatron."
@@ -106,19 +106,13 @@ _OF_DTENSOR: tuple[Rule, ...] = (
         f"is a section of a newer NeMo RL; '{DTENSOR}.{BLOCK}' is served at 7ea279a alone: check "
         "it out and remove the section, or remove the block.",
     ),
-    (
-        f"{DTENSOR}._v2",
-        OFF,
-        "is true, which trains Automodel's models; FP8 training is served by the first DTensor "
-        f"worker: set it to false, or remove '{DTENSOR}.{BLOCK}'.",
-    ),
     (f"{DTENSOR}.tensor_parallel_size", (None, 1), _FSDP_ALONE),
     (f"{DTENSOR}.context_parallel_size", (None, 1), _FSDP_ALONE),
     (
         f"{DTENSOR}.lora_cfg.enabled",
         OFF,
-        f"is true, and the first DTensor worker, which '{DTENSOR}.{BLOCK}' needs, has no adapters; "
-        "set it to false, or remove the block.",
+        "is true, and rollouts get merged weights, whose FP8 codes are not those of the trainer's "
+        f"base weights; set it to false, or remove '{DTENSOR}.{BLOCK}'.",
     ),
     (
         "policy.precision",
@@ -129,6 +123,24 @@ _OF_DTENSOR: tuple[Rule, ...] = (
     ("grpo.async_grpo.enabled", OFF, _SYNCHRONOUS),
     (f"{VLLM}.async_engine", OFF, _SYNCHRONOUS),
     ("data_plane.enabled", OFF, _SYNCHRONOUS),
+)
+_OF_AUTOMODEL: tuple[Rule, ...] = (
+    (f"{DTENSOR}.expert_parallel_size", (None, 1), _FSDP_ALONE),
+    (
+        f"{DTENSOR}.automodel_kwargs.force_hf",
+        (None, True),
+        "is false, by which Automodel builds a model of its own; FP8 training is served for those "
+        f"of transformers: set it to true, or remove '{DTENSOR}.{BLOCK}'.",
+    ),
+    *(
+        (
+            f"{DTENSOR}.automodel_kwargs.{key}",
+            (None, False),
+            f"puts other modules in the place of those that '{DTENSOR}.{BLOCK}' converts; remove "
+            "it, or the block.",
+        )
+        for key in ("backend", "use_liger_kernel", "fp8_config", "quantization_config")
+    ),
 )
 
 
@@ -198,6 +210,8 @@ def read(sections: Sections) -> RunPlan | None:
         merged.data["rollout"] = False
     if sections.trainer == DTENSOR and sections.is_trainer_ours:
         refuse(_OF_DTENSOR, sections)
+        if sections.at(DTENSOR).get("_v2"):
+            refuse(_OF_AUTOMODEL, sections)
     elif sections.trainer == DTENSOR:
         merged.data["training"] = False
         trainer = sections.other_trainer

@@ -97,7 +97,12 @@ def hand_over(plan: RunPlan, config: Any) -> None:
         if megatron.get("fp8_cfg"):
             megatron["fp8_cfg"] = {**megatron["fp8_cfg"], "enabled": False}
     if DTENSOR in sections:
-        policy["dtensor_cfg"][BLOCK] = block
+        dtensor = policy["dtensor_cfg"]
+        dtensor[BLOCK] = block
+        if dtensor.get("_v2"):
+            # Of some families Automodel has models of its own, which it prefers to transformers'.
+            given = dtensor.get("automodel_kwargs") or {}
+            dtensor["automodel_kwargs"] = {**given, "force_hf": True}
     if LOSS in sections:
         setattr(config.loss_fn, BLOCK, block)
         setattr(config.loss_fn, PLAN, plan.to_dict())

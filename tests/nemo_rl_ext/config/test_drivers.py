@@ -145,8 +145,8 @@ NOT_BY_DTENSOR = "'policy.megatron_cfg.enabled' true"
             "sft",
             {ROLLOUTS: {}},
             "'policy.generation.vllm_cfg.fp8rl' has no effect in run_sft.py: it generates nothing, "
-            "and its loss compares no two engines; move it to 'policy.megatron_cfg.fp8rl', or "
-            "remove it.",
+            "and its loss compares no two engines; move it to 'policy.megatron_cfg.fp8rl' or "
+            "'policy.dtensor_cfg.fp8rl', or remove it.",
         ),
         ("dpo", {"loss_fn.fp8rl_guard": {}}, "'loss_fn.fp8rl_guard' has no effect in run_dpo.py"),
         ("rm", {TRAINER: {}}, "Automodel workers alone, which run in BF16; remove it."),
