@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from fp8rl import Recipe
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext.config.drivers import DRIVERS
 from nemo_rl_ext.config.upstream import prepare
+from nemo_rl_ext.workers.training import SCALES_FILE
 from support.hf import convert_alone, hf_model, ids
 from support.sources import source
 from torch_fp8rl import export_hf
@@ -186,3 +188,17 @@ def test_a_step_from_the_first_calibration_to_the_refit(
     worker.broadcast_weights_for_collective(kv_scales=scales)
     assert list(broadcast) == list(info)
     assert all(torch.equal(broadcast[name], trained[name]) for name in trained)
+
+
+def test_a_checkpoint_holds_the_weights_and_the_kv_scales(worker: Any, tmp_path: Path) -> None:
+    scales = worker.calibrate_qkv_fp8_scales(data=batch(ids()), include_q=True)["layers"]
+    weights, folder = dict(export_hf(worker.model)), tmp_path / "step_1" / "policy" / "weights"
+    how = {"model_save_format": "safetensors", "save_consolidated": False, "is_async": False}
+    worker.save_checkpoint(str(folder), **({"checkpointing_cfg": how} if SECOND else {}))
+    assert json.loads((folder / SCALES_FILE).read_text(encoding="utf-8")) == scales
+    with torch.no_grad():
+        for parameter in worker.model.parameters():
+            parameter.zero_()
+    worker.load_checkpoint(str(folder))
+    loaded = dict(export_hf(worker.model))
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
