@@ -33,9 +33,7 @@ def test_on_the_real_automodel_worker() -> None:
 def run(cases: str, env: dict[str, str]) -> None:
     options = ("-q", "-ra", "-p", "no:cacheprovider")
     command = [sys.executable, "-m", "pytest", *options, cases]
-    done = subprocess.run(
-        command, cwd=HERE, env=env, capture_output=True, text=True, timeout=500
-    )
+    done = subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True, timeout=500)
     report = done.stdout[-6000:]
     if done.returncode == 5 or ("skipped" in report and "passed" not in report):
         pytest.skip(f"NeMo RL cannot be imported here: {report.strip().splitlines()[-2]}")

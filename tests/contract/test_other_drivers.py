@@ -1,8 +1,9 @@
 """NeMo RL's own drivers, whole: two steps of distillation, SFT and DPO.
 
 As test_drivers.py, whose environment they take: real Ray, real vLLM, real workers, CUDA emulated.
-In distillation the student's rollouts are in FP8, elsewhere training without Megatron. The KV cache is in BF16, because vLLM 0.25.1 has an FP8 one for some CPUs only; worker_cases.py has
-the calibration that FP8 caches get where a refit brings no scales, as this driver's never does.
+In distillation the student's rollouts are in FP8, in the others training without Megatron. The KV
+cache is in BF16, because vLLM 0.25.1 has an FP8 one for some CPUs only; worker_cases.py has the
+calibration that FP8 caches get where a refit brings no scales, as distillation's never does.
 """
 
 from __future__ import annotations

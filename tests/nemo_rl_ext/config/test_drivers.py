@@ -15,6 +15,7 @@ from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
 from nemo_rl_ext.config.drivers import (
     DRIVERS,
     DTENSOR,
+    FSDP,
     Driver,
     check_places,
     driver_of,
@@ -105,7 +106,7 @@ def test_a_block_is_read_or_refused_wherever_it_stands(driver: Driver) -> None:
             assert read_keys.model_dump()
             served.add(key)
     # The config has a Megatron trainer.
-    assert served == {f"{section}.fp8rl" for section in driver.serves if section != DTENSOR}
+    assert served == {f"{section}.fp8rl" for section in driver.serves if section not in FSDP}
 
 
 @pytest.mark.parametrize("driver", ALL)
@@ -146,7 +147,7 @@ NOT_BY_DTENSOR = "'policy.megatron_cfg.enabled' true"
             {ROLLOUTS: {}},
             "'policy.generation.vllm_cfg.fp8rl' has no effect in run_sft.py: it generates nothing, "
             "and its loss compares no two engines; move it to 'policy.megatron_cfg.fp8rl' or "
-            "'policy.dtensor_cfg.fp8rl', or remove it.",
+            "'policy.dtensor_cfg.fp8rl' or 'policy.automodel_cfg.fp8rl', or remove it.",
         ),
         ("dpo", {"loss_fn.fp8rl_guard": {}}, "'loss_fn.fp8rl_guard' has no effect in run_dpo.py"),
         ("rm", {TRAINER: {}}, "Automodel workers alone, which run in BF16; remove it."),
@@ -158,6 +159,7 @@ NOT_BY_DTENSOR = "'policy.megatron_cfg.enabled' true"
         ),
         ("ppo", {"value.megatron_cfg.fp8rl": {}}, "the value model stays in BF16; move it to"),
         ("grpo", {f"{DTENSOR}.fp8rl": {}}, "is true; move it to 'policy.megatron_cfg.fp8rl', or"),
+        ("grpo", {f"{section}.fp8rl": {} for section in FSDP}, "are one section, before NeMo RL"),
         ("ppo", {f"{DTENSOR}.fp8rl": {}}, "'policy.dtensor_cfg.fp8rl' has no effect in run_ppo.py"),
         ("grpo", {"policy.draft.fp8rl": {}}, "'policy.draft.fp8rl' has no effect"),
         ("eval", {"fp8rl": {}}, "is set, but no section uses it; run_eval.py serves none"),

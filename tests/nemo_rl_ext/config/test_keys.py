@@ -265,10 +265,11 @@ automodel policy.dtensor_cfg.automodel_kwargs.use_liger_kernel=true | '{}' puts 
 automodel policy.dtensor_cfg.automodel_kwargs.backend={} | '{}' puts other modules
 automodel policy.dtensor_cfg.expert_parallel_size=2 | '{}' is 2
 automodel policy.dtensor_cfg.lora_cfg.enabled=true | '{}' is true, and rollouts get merged weights
+renamed policy.automodel_cfg.tensor_parallel_size=2 | with 'policy.automodel_cfg.fp8rl' is served
+renamed policy.automodel_cfg.automodel_kwargs.force_hf=false | '{}' is false
 dtensor policy.dtensor_cfg.tensor_parallel_size=2 | '{}' is 2
 dtensor policy.dtensor_cfg.context_parallel_size=4 | '{}' is 4
 dtensor policy.precision=float32 | '{}' is 'float32'
-dtensor policy.automodel_cfg={} | '{}' is a section of a newer NeMo RL
 dtensor grpo.async_grpo.enabled=true | '{}' is true
 dtensor vllm.async_engine=true | '{}' is true
 dtensor data_plane.enabled=true | '{}' is true
@@ -279,7 +280,13 @@ dtensor generation.backend=sglang | needs '{}' vllm
 EXACT = "policy.logprob_chunk_size=1024 megatron.defer_fp32_logits=true block.exact=true "
 BY_DTENSOR = "megatron.enabled=false policy.dtensor_cfg.fp8rl={} policy.dtensor_cfg._v2=false "
 BY_AUTOMODEL = BY_DTENSOR + "policy.dtensor_cfg._v2=true "
-NAMED = {"exact": EXACT, "dtensor": BY_DTENSOR, "automodel": BY_AUTOMODEL}
+BY_RENAMED = "megatron.enabled=false policy.automodel_cfg.fp8rl={} "
+NAMED = {
+    "exact": EXACT,
+    "dtensor": BY_DTENSOR,
+    "automodel": BY_AUTOMODEL,
+    "renamed": BY_RENAMED,
+}
 
 
 @pytest.mark.parametrize(
@@ -474,7 +481,7 @@ def test_a_trainer_attends_over_the_rollouts_cache_where_it_can_and_says_where_n
         assert re.search(expected, said)
 
 
-@pytest.mark.parametrize("trainer", ["dtensor", "automodel"])
+@pytest.mark.parametrize("trainer", ["dtensor", "automodel", "renamed"])
 def test_a_trainer_without_megatron_does_by_the_block_all_that_megatrons_does(trainer: str) -> None:
     overrides = NAMED[trainer] + "~megatron.fp8rl "
     plan = read(Sections(config({}, overrides), GRPO))
@@ -484,10 +491,14 @@ def test_a_trainer_without_megatron_does_by_the_block_all_that_megatrons_does(tr
     assert RunPlan.model_validate(plan.to_dict()) == plan
     run = MasterConfig(**config({}, overrides))
     assert prepare(run, GRPO, lambda key: None) is not None
-    written = {"fp8rl": plan.recipe.to_dict(), "_v2": trainer == "automodel"}
-    if written["_v2"]:  # else Automodel prefers models of its own
+    written = {"fp8rl": plan.recipe.to_dict()}
+    if trainer != "renamed":
+        written["_v2"] = trainer == "automodel"
+    if trainer != "dtensor":  # else Automodel prefers models of its own
         written["automodel_kwargs"] = {"force_hf": True}
-    assert run.policy["dtensor_cfg"] == written
+    section = plan.trainer.removeprefix("policy.")
+    assert section == ("automodel_cfg" if trainer == "renamed" else "dtensor_cfg")
+    assert run.policy[section] == written
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
