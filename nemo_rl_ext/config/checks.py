@@ -53,6 +53,7 @@ def refuse_unread_settings(
     idle = other if sections.trainer == MEGATRON else MEGATRON
     acting = set(blocks) - {idle}
     by_other = other in driver.serves and sections.trainer == other
+    unread = {*FSDP, *((idle,) if by_other else ())} - {other}
     if set(blocks) == {other} == {idle}:
         raise RecipeError(
             f"'{where}' has no effect: '{MEGATRON}.enabled' is true; move it to "
@@ -71,7 +72,7 @@ def refuse_unread_settings(
             asks = False  # see below
         if not asks or acting & set(readers):
             continue
-        missing = [p for p in readers if p in driver.serves and not (by_other and p == idle)]
+        missing = [p for p in readers if p in driver.serves and p not in unread]
         if MEGATRON in blocks and key == "training":
             also = f", interpolate the block into '{block_path(other)}'" if by_other else ""
             reason = (
