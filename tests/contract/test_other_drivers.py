@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from support.ray_driver import LIMIT_S, MODEL, digest, environment, ray_cluster
+from support.ray_driver import LIMIT_S, MODEL, SUMS, digest, environment, ray_cluster
 from support.sources import ROOT, automodel, python, source
 
 STEPS = 2
@@ -99,15 +99,15 @@ def fine_tuning(name: str, root: Path, folder: Path, *, second: bool) -> dict[st
     return {
         "defaults": [str(root / "examples" / "configs" / f"{name}.yaml")],
         "fp8rl": {"pins": {"layers": [1]}},
-        name: {"max_num_steps": STEPS, "val_period": 0, "val_at_start": False},
+        name: {"max_num_epochs": STEPS, "val_period": 0, "val_at_start": False},
         "policy": {
             "model_name": str(folder / "model"),
             "tokenizer": {"name": str(folder / "model"), "chat_template": "default"},
             "max_total_sequence_length": 64,
-            "train_global_batch_size": BATCH,
-            "train_micro_batch_size": BATCH // 2,
+            "train_global_batch_size": SUMS,  # all of them, in each step
+            "train_micro_batch_size": SUMS // 2,
             "dtensor_cfg": {"_v2": second, "fp8rl": "${fp8rl}"},
-            "optimizer": {"kwargs": {"lr": 1e-3}},
+            "optimizer": {"kwargs": {"lr": 1e-4}},
         },
         "data": {
             "num_workers": 0,
