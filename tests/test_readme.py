@@ -383,7 +383,7 @@ def test_nemo_rl_keys_are_read_where_they_stand(page):
     assert Recipe.from_dict(yaml.safe_load(fenced("yaml", RECIPE)[0])) != Recipe()
     text, *others = [text for text in fenced("yaml", PAGES[page]) if "policy:" in text]
     for other in others:
-        assert yaml.safe_load(other)["policy"]["dtensor_cfg"] == {"_v2": False, "fp8rl": "${fp8rl}"}
+        assert yaml.safe_load(other)["policy"]["dtensor_cfg"] == {"fp8rl": "${fp8rl}"}
     config = yaml.safe_load(text)
     assert Recipe.from_dict(config["fp8rl"]) != Recipe()
     places = (

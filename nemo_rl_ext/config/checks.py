@@ -14,7 +14,7 @@ from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.recipe import KVDtype
 from nemo_rl_ext.config.drivers import (
     BLOCK,
-    DTENSOR,
+    FSDP,
     GUARD,
     LOSS,
     MEGATRON,
@@ -44,16 +44,23 @@ def refuse_unread_settings(
 ) -> None:
     """Refuse what the block asks for and no section acts on; defaults and BF16 ask for nothing."""
     blocks, driver = sections.blocks, sections.driver
-    idle = DTENSOR if sections.trainer == MEGATRON else MEGATRON
+    other = sections.without_megatron
+    if set(blocks) & set(FSDP) and all(sections.at(path) for path in FSDP):
+        raise RecipeError(
+            f"{' and '.join(map(repr, FSDP))} are one section, before NeMo RL 0.8.0 and since; "
+            "remove the one that yours does not read."
+        )
+    idle = other if sections.trainer == MEGATRON else MEGATRON
     acting = set(blocks) - {idle}
-    by_dtensor = DTENSOR in driver.serves and sections.trainer == DTENSOR
-    if set(blocks) == {DTENSOR} == {idle}:
+    by_other = other in driver.serves and sections.trainer == other
+    unread = {*FSDP, *((idle,) if by_other else ())} - {other}
+    if set(blocks) == {other} == {idle}:
         raise RecipeError(
             f"'{where}' has no effect: '{MEGATRON}.enabled' is true; move it to "
             f"'{block_path(MEGATRON)}', or remove it."
         )
     if set(blocks) == {MEGATRON} == {idle}:
-        also = f", move the block to '{block_path(DTENSOR)}'" if by_dtensor else ""
+        also = f", move the block to '{block_path(other)}'" if by_other else ""
         raise UnsupportedError(
             f"'{where}' needs '{MEGATRON}.enabled' true: {sections.other_trainer} workers "
             f"train in BF16; set it{also}, or remove the block."
@@ -65,9 +72,9 @@ def refuse_unread_settings(
             asks = False  # no cache is rounded
         if not asks or acting & set(readers):
             continue
-        missing = [p for p in readers if p in driver.serves and not (by_dtensor and p == idle)]
+        missing = [p for p in readers if p in driver.serves and p not in unread]
         if MEGATRON in blocks and key == "training":
-            also = f", interpolate the block into '{block_path(DTENSOR)}'" if by_dtensor else ""
+            also = f", interpolate the block into '{block_path(other)}'" if by_other else ""
             reason = (
                 f"{sections.other_trainer} workers train in BF16; set it to false{also}, or set "
                 f"'{MEGATRON}.enabled' to true"

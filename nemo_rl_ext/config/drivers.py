@@ -16,10 +16,13 @@ from typing import Any
 VLLM = "policy.generation.vllm_cfg"
 MEGATRON = "policy.megatron_cfg"
 DTENSOR = "policy.dtensor_cfg"
+AUTOMODEL = "policy.automodel_cfg"
+"""The section's name since NeMo RL 0.8.0, which has Automodel's worker alone."""
+FSDP = (DTENSOR, AUTOMODEL)
 LOSS = "loss_fn"
 BLOCK = "fp8rl"
 GUARD = "fp8rl_guard"
-OTHER_TRAINERS = {"Automodel": "policy.automodel_cfg", "DTensor": DTENSOR}
+OTHER_TRAINERS = {"Automodel": AUTOMODEL, "DTensor": DTENSOR}
 """NeMo RL's trainer without Megatron: its name and section since 0.8.0, and those before."""
 WORKER_KEY = "worker_extension_cls_fqn"
 """Of ``policy`` and ``policy.generation``, newer than 7ea279a: the class of the workers."""
@@ -76,7 +79,7 @@ _TABLE = (
             "nemo_gym/run_grpo_nemo_gym.py",
         ),
         "grpo",
-        (*_ALL, DTENSOR),
+        (*_ALL, *FSDP),
         sends_kv_scales=True,
     ),
     Driver(
@@ -103,10 +106,17 @@ _TABLE = (
         f"{_ALGORITHMS}.sft",
         ("run_sft.py", "run_vlm_sft.py"),
         "sft",
-        (MEGATRON,),
+        (MEGATRON, *FSDP),
         _GENERATES_NOTHING,
     ),
-    Driver("dpo", f"{_ALGORITHMS}.dpo", ("run_dpo.py",), "dpo", (MEGATRON,), _GENERATES_NOTHING),
+    Driver(
+        "dpo",
+        f"{_ALGORITHMS}.dpo",
+        ("run_dpo.py",),
+        "dpo",
+        (MEGATRON, *FSDP),
+        _GENERATES_NOTHING,
+    ),
 )
 DRIVERS = {driver.name: driver for driver in _TABLE}
 

@@ -2,11 +2,12 @@
 
 One block, a :class:`fp8rl.Recipe`, stands at up to four places (interpolated from one): with
 ``policy.generation.vllm_cfg.fp8rl`` the rollouts run by it, with ``policy.megatron_cfg.fp8rl`` the
-Megatron trainer or with ``policy.dtensor_cfg.fp8rl`` the DTensor trainer, with ``loss_fn.fp8rl``
-the loss. ``loss_fn.fp8rl_guard`` is a
-:class:`nemo_rl_ext.config.guard.GuardConfig`. :mod:`nemo_rl_ext.config.drivers` says which
-of them a driver serves, :mod:`nemo_rl_ext.config.merge` reads and spreads them, and
-:mod:`nemo_rl_ext.config.checks` refuses what nobody would act on.
+Megatron trainer or with ``policy.dtensor_cfg.fp8rl`` (since NeMo RL 0.8.0
+``policy.automodel_cfg.fp8rl``) the other one, with ``loss_fn.fp8rl`` the loss.
+``loss_fn.fp8rl_guard`` is a :class:`nemo_rl_ext.config.guard.GuardConfig`.
+:mod:`nemo_rl_ext.config.drivers` says which of them a driver serves,
+:mod:`nemo_rl_ext.config.merge` reads and spreads them, and :mod:`nemo_rl_ext.config.checks` refuses
+what nobody would act on.
 """
 
 from __future__ import annotations
@@ -17,9 +18,19 @@ from typing import Any
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError
 from fp8rl.recipe import KVDtype
-from nemo_rl_ext.config.drivers import BLOCK, DTENSOR, LOSS, MEGATRON, OTHER_TRAINERS, VLLM, Driver
+from nemo_rl_ext.config.drivers import (
+    AUTOMODEL,
+    BLOCK,
+    DTENSOR,
+    FSDP,
+    LOSS,
+    MEGATRON,
+    OTHER_TRAINERS,
+    VLLM,
+    Driver,
+)
 
-_TRAINERS = (MEGATRON, DTENSOR)
+_TRAINERS = (MEGATRON, *FSDP)
 
 READERS = {
     "rollout": (VLLM,),
@@ -53,7 +64,17 @@ class Sections:
     @property
     def trainer(self) -> str:
         """Path of the section of the trainer that runs."""
-        return MEGATRON if self.megatron.get("enabled") else DTENSOR
+        return MEGATRON if self.megatron.get("enabled") else self.without_megatron
+
+    @property
+    def without_megatron(self) -> str:
+        """Path of the section of NeMo RL's trainer without Megatron."""
+        return AUTOMODEL if self.at(AUTOMODEL) else DTENSOR
+
+    @property
+    def builds_by_automodel(self) -> bool:
+        """Whether Automodel builds the models of that trainer."""
+        return self.without_megatron == AUTOMODEL or bool(self.at(DTENSOR).get("_v2"))
 
     @property
     def is_trainer_ours(self) -> bool:

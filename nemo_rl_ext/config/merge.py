@@ -17,6 +17,7 @@ from nemo_rl_ext.config.drivers import (
     ARGUMENTS,
     BLOCK,
     DTENSOR,
+    FSDP,
     GUARD,
     LOSS,
     MEGATRON,
@@ -90,7 +91,8 @@ _OF_TRAINING: tuple[Rule, ...] = (
     ),
 )
 
-# Its worker trains a model of transformers by FSDP2, which torch_fp8rl converts.
+# Its workers train a model of transformers by FSDP2, which torch_fp8rl converts. The section may
+# have its other name.
 _FSDP_ALONE = (
     f"is {{}}, and FP8 training with '{DTENSOR}.{BLOCK}' is served by FSDP2 alone; set it to 1, "
     "or train with Megatron."
@@ -100,25 +102,13 @@ _SYNCHRONOUS = (
     "alone; set it to false, or train with Megatron."
 )
 _OF_DTENSOR: tuple[Rule, ...] = (
-    (
-        "policy.automodel_cfg",  # newer than 7ea279a, which has another worker in its place
-        (None,),
-        f"is a section of a newer NeMo RL; '{DTENSOR}.{BLOCK}' is served at 7ea279a alone: check "
-        "it out and remove the section, or remove the block.",
-    ),
-    (
-        f"{DTENSOR}._v2",
-        OFF,
-        "is true, which trains Automodel's models; FP8 training is served by the first DTensor "
-        f"worker: set it to false, or remove '{DTENSOR}.{BLOCK}'.",
-    ),
     (f"{DTENSOR}.tensor_parallel_size", (None, 1), _FSDP_ALONE),
     (f"{DTENSOR}.context_parallel_size", (None, 1), _FSDP_ALONE),
     (
         f"{DTENSOR}.lora_cfg.enabled",
         OFF,
-        f"is true, and the first DTensor worker, which '{DTENSOR}.{BLOCK}' needs, has no adapters; "
-        "set it to false, or remove the block.",
+        "is true, and rollouts get merged weights, whose FP8 codes are not those of the trainer's "
+        f"base weights; set it to false, or remove '{DTENSOR}.{BLOCK}'.",
     ),
     (
         "policy.precision",
@@ -129,6 +119,24 @@ _OF_DTENSOR: tuple[Rule, ...] = (
     ("grpo.async_grpo.enabled", OFF, _SYNCHRONOUS),
     (f"{VLLM}.async_engine", OFF, _SYNCHRONOUS),
     ("data_plane.enabled", OFF, _SYNCHRONOUS),
+)
+_OF_AUTOMODEL: tuple[Rule, ...] = (
+    (f"{DTENSOR}.expert_parallel_size", (None, 1), _FSDP_ALONE),
+    (
+        f"{DTENSOR}.automodel_kwargs.force_hf",
+        (None, True),
+        "is false, by which Automodel builds a model of its own; FP8 training is served for those "
+        f"of transformers: set it to true, or remove '{DTENSOR}.{BLOCK}'.",
+    ),
+    *(
+        (
+            f"{DTENSOR}.automodel_kwargs.{key}",
+            (None, False),
+            f"puts other modules in the place of those that '{DTENSOR}.{BLOCK}' converts; remove "
+            "it, or the block.",
+        )
+        for key in ("backend", "use_liger_kernel", "fp8_config", "quantization_config")
+    ),
 )
 
 
@@ -177,7 +185,7 @@ def read(sections: Sections) -> RunPlan | None:
     merged = _Merge(block, first)
     notes: list[str] = []
     backend = sections.generation.get("backend", "vllm")
-    for path in (VLLM, MEGATRON, DTENSOR):
+    for path in (VLLM, MEGATRON, *FSDP):
         # Another engine would sample from our trainer, or in its place, without our worker.
         if path in blocks and VLLM in driver.serves and backend != "vllm":
             raise UnsupportedError(
@@ -191,9 +199,12 @@ def read(sections: Sections) -> RunPlan | None:
     else:
         _refuse_fp8_without_block(sections, VLLM, "precision", sections.vllm.get("precision"))
         merged.data["rollout"] = False
-    if sections.trainer == DTENSOR and sections.is_trainer_ours:
-        refuse(_OF_DTENSOR, sections)
-    elif sections.trainer == DTENSOR:
+    if sections.trainer != MEGATRON and sections.is_trainer_ours:
+        rules = _OF_DTENSOR + (_OF_AUTOMODEL if sections.builds_by_automodel else ())
+        name = sections.trainer
+        renamed = ((p.replace(DTENSOR, name), a, t.replace(DTENSOR, name)) for p, a, t in rules)
+        refuse(renamed, sections)
+    elif sections.trainer != MEGATRON:
         merged.data["training"] = False
         trainer = sections.other_trainer
         notes.append(f"the {trainer} trainer runs in BF16; only the rollouts run in FP8.")

@@ -8,7 +8,7 @@ from typing import Any
 from fp8rl import PinPolicy, PluginManager
 from fp8rl.errors import ModelError, PinError, RecipeError, UnsupportedError
 from fp8rl.models.spec import ModelSpec
-from nemo_rl_ext.config.drivers import BLOCK, DTENSOR, MEGATRON
+from nemo_rl_ext.config.drivers import BLOCK, MEGATRON
 from nemo_rl_ext.config.exact import refuse_inexact_model
 from nemo_rl_ext.config.keys import kv_dtype
 from nemo_rl_ext.config.plan import RunPlan
@@ -39,8 +39,8 @@ def check_model(
         reason = model.refused(rollout=recipe.rollout, training=recipe.training)
     if reason is not None:
         raise UnsupportedError(f"'{where}' does not serve '{name}', {reason}; remove the block.")
-    if model is not None and plan.trainer == DTENSOR and plan.replaces_trainer:
-        _require_dense(model, name)
+    if model is not None and not plan.megatron and plan.replaces_trainer:
+        _require_dense(model, name, plan.trainer)
     dtype = kv_dtype(recipe)
     if dtype != "auto" and model and model.entry and model.entry.attention.kv == "latent":
         raise UnsupportedError(
@@ -82,13 +82,13 @@ def check_model(
     return plan.model_copy(update={"notes": (*plan.notes, *notes)}), pins
 
 
-def _require_dense(model: ModelSpec, name: str) -> None:
+def _require_dense(model: ModelSpec, name: str, section: str) -> None:
     """Refuse a model that FP8 training without Megatron does not serve in NeMo RL."""
     from torch_fp8rl.modules import SERVED
 
     if model.experts or model.multimodal or not any(model.entry is each for each in SERVED):
         raise UnsupportedError(
-            f"'{DTENSOR}.{BLOCK}' serves dense Llama, Mistral, Qwen2 and Qwen3, and '{name}' is of "
+            f"'{section}.{BLOCK}' serves dense Llama, Mistral, Qwen2 and Qwen3, and '{name}' is of "
             f"the type '{model.model_type}'; train it with Megatron, or remove the block there."
         )
 

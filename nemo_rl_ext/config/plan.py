@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fp8rl import Recipe
 from fp8rl.recipe import KVDtype
-from nemo_rl_ext.config.drivers import BLOCK, DTENSOR, MEGATRON, PLAN, VLLM
+from nemo_rl_ext.config.drivers import BLOCK, DTENSOR, FSDP, MEGATRON, PLAN, VLLM
 from nemo_rl_ext.config.guard import GuardConfig
 
 
@@ -61,7 +61,8 @@ class RunPlan(BaseModel):
     @property
     def trainer(self) -> str:
         """Path of the section of the trainer that runs."""
-        return MEGATRON if self.megatron else DTENSOR
+        other = next((section for section in self.sections if section in FSDP), DTENSOR)
+        return MEGATRON if self.megatron else other
 
     @property
     def replaces_trainer(self) -> bool:

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from nemo_rl_ext.config.drivers import (
+    AUTOMODEL,
     BLOCK,
-    DTENSOR,
+    FSDP,
     LOSS,
     MEGATRON,
     PLAN,
@@ -96,8 +97,13 @@ def hand_over(plan: RunPlan, config: Any) -> None:
         megatron[BLOCK] = block
         if megatron.get("fp8_cfg"):
             megatron["fp8_cfg"] = {**megatron["fp8_cfg"], "enabled": False}
-    if DTENSOR in sections:
-        policy["dtensor_cfg"][BLOCK] = block
+    for section in (each for each in FSDP if each in sections):
+        trainer = policy[section.removeprefix("policy.")]
+        trainer[BLOCK] = block
+        if section == AUTOMODEL or trainer.get("_v2"):
+            # Of some families Automodel has models of its own, which it prefers to transformers'.
+            given = trainer.get("automodel_kwargs") or {}
+            trainer["automodel_kwargs"] = {**given, "force_hf": True}
     if LOSS in sections:
         setattr(config.loss_fn, BLOCK, block)
         setattr(config.loss_fn, PLAN, plan.to_dict())

@@ -14,7 +14,7 @@ from fp8rl.models.spec import ModelSpec
 from fp8rl.plugins.adapters import ConfigRequest, Diagnosis, Section
 from fp8rl.precision_report import precision_section
 from fp8rl.recipe import KVDtype
-from nemo_rl_ext.config.drivers import BLOCK, DTENSOR, MEGATRON, VLLM, find
+from nemo_rl_ext.config.drivers import BLOCK, FSDP, MEGATRON, VLLM, find
 from nemo_rl_ext.config.keys import Sections, block_path, kv_dtype
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.model_pins import check_model, model_spec
@@ -143,7 +143,7 @@ def _suppose_block(
             return None
     for path in sections.driver.serves:
         section: Any = sections.at(path)
-        if section and path != DTENSOR:
+        if section and path not in FSDP:
             section[BLOCK] = dict(block)
     return block
 

@@ -12,8 +12,9 @@ Upstream: ``nemo_rl/models/policy/{lm_policy,utils}.py``,
 ``nemo_rl/models/generation/vllm/{vllm_generation,utils}.py``,
 ``nemo_rl/distributed/ray_actor_environment_registry.py``, ``nemo_rl/utils/venvs.py``; for the
 subclasses ``vllm_worker.py``, ``vllm_worker_async.py`` and ``vllm_backend.py`` in
-``nemo_rl/models/generation/vllm``, ``megatron_policy_worker.py`` and ``dtensor_policy_worker.py``
-in ``nemo_rl/models/policy/workers`` and ``nemo_rl/models/megatron/setup.py``.
+``nemo_rl/models/generation/vllm``, ``megatron_policy_worker.py``, ``dtensor_policy_worker.py``,
+``dtensor_policy_worker_v2.py`` and since 0.8.0 ``automodel_policy_worker.py`` in
+``nemo_rl/models/policy/workers`` and ``nemo_rl/models/megatron/setup.py``.
 Until: NeMo RL has a registry of worker classes (docs/upstream/worker_registry.md).
 """
 
@@ -27,7 +28,14 @@ from types import ModuleType
 from typing import Any
 
 from fp8rl.errors import UnsupportedError
-from nemo_rl_ext.config.drivers import BLOCK, QUANTIZATION, VLLM, WORKER_KEY, is_our_worker
+from nemo_rl_ext.config.drivers import (
+    AUTOMODEL,
+    BLOCK,
+    QUANTIZATION,
+    VLLM,
+    WORKER_KEY,
+    is_our_worker,
+)
 from nemo_rl_ext.config.plan import RunPlan
 from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches.upstream import Upstream, find_source, resolve
@@ -35,6 +43,8 @@ from nemo_rl_ext.patches.upstream import Upstream, find_source, resolve
 _VLLM = "nemo_rl.models.generation.vllm"
 _MEGATRON = "nemo_rl.models.policy.workers.megatron_policy_worker"
 _DTENSOR = "nemo_rl.models.policy.workers.dtensor_policy_worker"
+_SECOND = f"{_DTENSOR}_v2"
+_AUTOMODEL = "nemo_rl.models.policy.workers.automodel_policy_worker"
 _REGISTRY = "nemo_rl.distributed.ray_actor_environment_registry"
 
 STANDS_FOR = {
@@ -44,9 +54,11 @@ STANDS_FOR = {
     ),
     f"{_MEGATRON}.MegatronPolicyWorker": "nemo_rl_ext.workers.megatron.Fp8MegatronPolicyWorker",
     f"{_DTENSOR}.DTensorPolicyWorker": "nemo_rl_ext.workers.dtensor.Fp8DTensorPolicyWorker",
+    f"{_SECOND}.DTensorPolicyWorkerV2": "nemo_rl_ext.workers.automodel.Fp8AutomodelPolicyWorker",
+    f"{_AUTOMODEL}.AutomodelPolicyWorker": "nemo_rl_ext.workers.automodel.Fp8AutomodelPolicyWorker",
 }
-"""Upstream's actor class -> ours. Automodel's stays: it trains in BF16."""
-_SYNCHRONOUS, _ASYNCHRONOUS, _MEGATRON_TRAINER, _DTENSOR_TRAINER = STANDS_FOR
+"""Upstream's actor class -> ours; the last one is the one before it, since 0.8.0."""
+_SYNCHRONOUS, _ASYNCHRONOUS, *_TRAINERS = STANDS_FOR
 
 _POLICY = Upstream(
     "nemo_rl.models.policy.lm_policy",
@@ -58,6 +70,7 @@ _GENERATION = Upstream(
 )
 
 _BY_KEY = ("nemo_rl.models.policy", f"PolicyConfig.{WORKER_KEY}")
+_OLD, _NEW = (_SECOND, "DTensorPolicyWorkerV2Impl"), (_AUTOMODEL, "AutomodelPolicyWorkerImpl")
 
 _OF_TRAINERS = (
     ("save_checkpoint", "self, *, weights_path", False),
@@ -70,7 +83,7 @@ _OF_TRAINERS = (
     ("broadcast_weights_for_collective", "self, *, kv_scales=...", False),
     ("train", "self, data, *, loss_fn, eval_mode=...", False),
 )
-"""Of both trainers' classes: name, parameters, whether ours takes its place."""
+"""Of all trainers' classes: name, parameters, whether ours takes its place."""
 
 
 def _methods(
@@ -132,14 +145,21 @@ UPSTREAM = (
         ("train_microbatch", "self, data", False),
         ("finish_train_step", None, False),
     ),
-    # Where NeMo RL is newer, the keys of this trainer are refused (nemo_rl_ext.config.merge).
-    *_methods(
-        f"{_DTENSOR}.DTensorPolicyWorkerImpl",
-        ("__init__", "self, config, *, tokenizer, weights_path=..., init_optimizer=...", False),
-        *_OF_TRAINERS,
-        ("prepare_refit_info", "self", True),
-        ("get_logprobs", "self, *, data, micro_batch_size=...", False),
-        unless=_BY_KEY,
+    *(
+        entry
+        for path, taken, unless in (
+            (f"{_DTENSOR}.DTensorPolicyWorkerImpl", "tokenizer, weights_path=...", _NEW),
+            (f"{_SECOND}.DTensorPolicyWorkerV2Impl", "weights_path=...", _NEW),
+            (f"{_AUTOMODEL}.AutomodelPolicyWorkerImpl", "weights_path=...", _OLD),
+        )
+        for entry in _methods(
+            path,
+            ("__init__", f"self, config, *, {taken}, init_optimizer=...", False),
+            *_OF_TRAINERS,
+            ("prepare_refit_info", "self", False),
+            ("get_logprobs", "self, *, data, micro_batch_size=...", False),
+            unless=unless,
+        )
     ),
 )
 
@@ -211,7 +231,12 @@ def _replaced(config: Any) -> str:
     """Return upstream's class that a config would start, without our keys."""
     plan = RunPlan.of(config)
     if plan is not None:
-        return _MEGATRON_TRAINER if plan.megatron else _DTENSOR_TRAINER
+        megatron, first, second, automodel = _TRAINERS
+        if plan.megatron:
+            return megatron
+        if plan.trainer == AUTOMODEL:
+            return automodel
+        return second if config["dtensor_cfg"].get("_v2") else first
     return _ASYNCHRONOUS if config["vllm_cfg"]["async_engine"] else _SYNCHRONOUS
 
 

@@ -1,4 +1,4 @@
-"""`Fp8DTensorTraining`: what fp8rl adds to NeMo RL's first DTensor policy worker."""
+"""`Fp8DTensorTraining`: what fp8rl adds to NeMo RL's DTensor policy workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(LOGGER)
 
 
 class Fp8DTensorTraining(Fp8Trainer):
-    """Mixin for NeMo RL's DTensor policy worker; it stands before upstream's class in the bases.
+    """Mixin for NeMo RL's DTensor policy workers; it stands before upstream's class in the bases.
 
     The model is converted when upstream's constructor has ended: sharded, with weights, optimizer
     and checkpoint, all of which stay as they are. The reference policy is run by the same layers,
@@ -56,10 +56,10 @@ class Fp8DTensorTraining(Fp8Trainer):
         if plan.rounded_as != "auto":
             self._kv_cache = KVCacheInTraining(self.model, plan.rounded_as)
 
-    def prepare_refit_info(self) -> Any:
+    def prepare_refit_info(self, **options: Any) -> Any:
         """Upstream's names, shapes and dtypes of a refit, KV scales among them."""
         with self._scales_in_state_dict({}):
-            return super().prepare_refit_info()  # type: ignore[misc]
+            return super().prepare_refit_info(**options)  # type: ignore[misc]
 
     def _observe(self, model: torch.nn.Module) -> QKVObserver:
         return QKVObserver(model)

@@ -471,17 +471,15 @@ def test_workers_are_of_our_classes_where_a_config_asks_for_them(
         chosen.append(ours)
     dtensor = MEGATRON_CLASS.replace("megatron", "dtensor").replace("Megatron", "DTensor")
     both = {**block(), "policy": {**block()["policy"], "dtensor_cfg": {"fp8rl": "${fp8rl}"}}}
-    monkeypatch.setitem(registry.ACTOR_ENVIRONMENT_REGISTRY, dtensor, "/python")
-    first = ["policy.dtensor_cfg._v2=false"]
-    for keys, wanted in (
-        (block(), [dtensor]),
-        (both, list(worker_classes.STANDS_FOR.values())[3:]),
-    ):
-        trained = master_config("grpo_math_1B.yaml", first, keys)
-        assert [lm_policy.resolve_policy_worker_cls(dtensor, trained.policy)] == wanted
-    assert [*chosen, *wanted] == list(worker_classes.STANDS_FOR.values())
-    with pytest.raises(UnsupportedError, match=r"'policy\.dtensor_cfg\._v2' is true"):
-        master_config("grpo_math_1B.yaml", [], both)  # upstream's default
+    automodel = dtensor.replace("_worker", "_worker_v2") + "V2"  # upstream's default
+    for name in (dtensor, automodel):
+        monkeypatch.setitem(registry.ACTOR_ENVIRONMENT_REGISTRY, name, "/python")
+        more = [] if name == automodel else ["policy.dtensor_cfg._v2=false"]
+        rollouts = master_config("grpo_math_1B.yaml", more, block())
+        assert lm_policy.resolve_policy_worker_cls(name, rollouts.policy) == name
+        trained = master_config("grpo_math_1B.yaml", more, both)
+        chosen.append(lm_policy.resolve_policy_worker_cls(name, trained.policy))
+    assert chosen == list(worker_classes.STANDS_FOR.values())[:-1]  # the last one is 0.8.0's
 
 
 def test_a_subclass_runs_in_the_virtual_environment_of_the_class_it_stands_for(

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from support.ray_driver import LIMIT_S, MODEL, digest, environment, ray_cluster
-from support.sources import ROOT, python, source
+from support.sources import ROOT, automodel, python, source
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a run waits for it
 STEPS = 3
@@ -52,7 +52,7 @@ class Run:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one GPU", "two GPUs"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return drive(tmp_path_factory, request.param)
+    return drive(tmp_path_factory, request.param, {"fp8rl.training": False})
 
 
 def drive(
@@ -63,9 +63,10 @@ def drive(
 ) -> Run:
     """Run the driver; ``more``: overrides beside those of every run."""
     interpreter, root = python("NEMO_RL_PYTHON"), source("NEMO_RL_SRC")
+    second = [automodel()] if (more or {}).get("policy.dtensor_cfg._v2") else []
     folder, exact = tmp_path_factory.mktemp("driver"), variant == "fp8rl-exact"
     trainer = "megatron" if exact else "dtensor"
-    env = environment(folder, interpreter, megatron=exact)
+    env = environment(folder, interpreter, *second, megatron=exact)
     before = digest(root)
     made = subprocess.run(
         [interpreter, "-c", MODEL],
@@ -143,14 +144,19 @@ def test_rollouts_agree_with_the_trainer(run: Run) -> None:
     print(f"mismatch {errors}, reward {rewards}")  # noqa: T201 - said with -rP
 
 
+@pytest.mark.parametrize("trainer", ["DTensor", "Automodel"])
 @pytest.mark.parametrize("gpus", [1, 2], ids=["one GPU", "two GPUs"])
-def test_a_dtensor_trainer_in_fp8_sends_its_kv_scales_with_every_refit(
-    gpus: int, tmp_path_factory: pytest.TempPathFactory
+def test_a_trainer_without_megatron_sends_its_kv_scales_with_every_refit(
+    gpus: int, trainer: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Nearer to the rollouts than the trainer in BF16, whose attention sees K and V of its own."""
-    both = {"++policy.dtensor_cfg.fp8rl": "${fp8rl}", "fp8rl.training": True}
+    both = {
+        "++policy.dtensor_cfg.fp8rl": "${fp8rl}",
+        "fp8rl.training": True,
+        "policy.dtensor_cfg._v2": trainer == "Automodel",
+    }
     done = drive(tmp_path_factory, gpus, both)
-    assert set(re.findall(r"(\w*PolicyWorker\w*) pid=", done.log)) == {"Fp8DTensorPolicyWorker"}
+    assert set(re.findall(r"(\w*PolicyWorker\w*) pid=", done.log)) == {f"Fp8{trainer}PolicyWorker"}
     assert "GEMM backends" in done.log
     reports = re.findall(r"RefitReport\(parameters=\d+, kv_scales=(\d+),", done.log)
     assert len(reports) == STEPS * gpus and set(reports) != {"0"} and len(set(reports)) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.sources import environment, source
+from support.sources import automodel, environment, source
 
 HERE = Path(__file__).parent
 CONFIG = "examples/configs/recipes/llm/grpo-llama3.1-8b-instruct-2n8g-megatron-fp8-e2e.yaml"
@@ -19,11 +19,17 @@ CONFIG = "examples/configs/recipes/llm/grpo-llama3.1-8b-instruct-2n8g-megatron-f
     [f"{name}_cases.py" for name in ("nemo_rl", "driver", "doctor", "worker", "replay", "dtensor")],
 )
 def test_on_the_real_modules(cases: str) -> None:
+    run(cases, environment())
+
+
+def test_on_the_real_automodel_worker() -> None:
+    run("dtensor_cases.py", environment(automodel()))
+
+
+def run(cases: str, env: dict[str, str]) -> None:
     options = ("-q", "-ra", "-p", "no:cacheprovider")
     command = [sys.executable, "-m", "pytest", *options, cases]
-    done = subprocess.run(
-        command, cwd=HERE, env=environment(), capture_output=True, text=True, timeout=500
-    )
+    done = subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True, timeout=500)
     report = done.stdout[-6000:]
     if done.returncode == 5 or ("skipped" in report and "passed" not in report):
         pytest.skip(f"NeMo RL cannot be imported here: {report.strip().splitlines()[-2]}")

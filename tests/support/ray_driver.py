@@ -27,6 +27,7 @@ pathlib.Path("few.jsonl").write_text("\\n".join(rows) + "\\n", encoding="utf-8")
 LIMIT_S = 600
 """A run takes two to three minutes on two idle cores, and can take over five on busy ones."""
 WORKER = "nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPolicyWorker"
+AUTOMODEL = "nemo_rl.models.policy.workers.dtensor_policy_worker_v2.DTensorPolicyWorkerV2"
 
 
 def digest(root: Path) -> str:
@@ -35,17 +36,24 @@ def digest(root: Path) -> str:
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def environment(folder: Path, interpreter: Path, *, megatron: bool = False) -> dict[str, str]:
-    """Variables of the driver, of Ray and all workers; makes what they name in ``folder``."""
+def environment(
+    folder: Path, interpreter: Path, *more: str, megatron: bool = False
+) -> dict[str, str]:
+    """Variables of the driver, of Ray and all workers; makes what they name in ``folder``.
+
+    Args:
+        more: further folders of modules.
+    """
     ours = metadata.distribution("fp8rl")
     site = folder / "site" / f"fp8rl-{ours.version}.dist-info"
     site.mkdir(parents=True)
     for name in ("METADATA", "entry_points.txt"):  # this checkout counts as installed
         (site / name).write_text(ours.read_text(name) or "", encoding="utf-8")
-    stand_in = folder / "venvs" / WORKER / "bin" / "python"
-    stand_in.parent.mkdir(parents=True)
-    stand_in.write_text(f'#!/bin/sh\nexec {interpreter} "$@"\n', encoding="utf-8")
-    stand_in.chmod(0o755)
+    for worker in (WORKER, AUTOMODEL):
+        stand_in = folder / "venvs" / worker / "bin" / "python"
+        stand_in.parent.mkdir(parents=True)
+        stand_in.write_text(f'#!/bin/sh\nexec {interpreter} "$@"\n', encoding="utf-8")
+        stand_in.chmod(0o755)
     (folder / "buffers").mkdir()
     extra = os.environ.get("NEMO_RL_PYTHON_SITE")
     path = [
@@ -55,6 +63,7 @@ def environment(folder: Path, interpreter: Path, *, megatron: bool = False) -> d
         *([extra] if extra else []),
         str(ROOT),
         str(ROOT / "plugins"),
+        *more,
     ]
     if megatron:
         path = [

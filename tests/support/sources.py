@@ -16,6 +16,8 @@ VARIABLES = {
 }
 SITE = "NEMO_RL_SITE"
 """A folder of ``pip install --target`` with what NeMo RL imports; see CONTRIBUTING.md."""
+AUTOMODEL_SITE = "NEMO_AUTOMODEL_SITE"
+"""One with nemo-automodel, which alone in NeMo RL's environment of that worker is to be found."""
 
 
 def source(variable: str) -> Path:
@@ -38,8 +40,19 @@ def python(variable: str) -> Path:
     return path.absolute()  # not resolved: a virtual environment is found by its link
 
 
-def environment() -> dict[str, str]:
-    """Variables of a process that imports NeMo RL from its checkout."""
+def automodel() -> str:
+    """The folders with nemo-automodel; skips where they are not given."""
+    if not os.environ.get(AUTOMODEL_SITE):
+        pytest.skip(f"{AUTOMODEL_SITE} is not set; give a folder (CONTRIBUTING.md)")
+    return os.environ[AUTOMODEL_SITE]
+
+
+def environment(*more: str) -> dict[str, str]:
+    """Variables of a process that imports NeMo RL from its checkout.
+
+    Args:
+        more: further folders of modules.
+    """
     folders = [
         str(ROOT / "tests" / "contract" / "shims"),
         str(ROOT / "tests"),
@@ -47,6 +60,7 @@ def environment() -> dict[str, str]:
         str(source("NEMO_RL_SRC")),
         str(ROOT),
         str(ROOT / "plugins"),
+        *more,
     ]
     return {
         **os.environ,

@@ -55,6 +55,8 @@ class CudaMeansCpu(TorchFunctionMode):
             return args[0]
         if name == "type" and len(args) == 1 and not kwargs:  # Megatron's optimizers ask for it
             return "torch.cuda." + func(*args).rpartition(".")[2]
+        if name == "_parse_to":  # of `Module.to`, to which Automodel gives a GPU's number
+            args = tuple("cpu" if type(arg) is int else arg for arg in args)
         if isinstance((kwargs or {}).get("device"), int):
             kwargs = {**kwargs, "device": "cpu"}
         named = {name: self._on_cpu(value) for name, value in (kwargs or {}).items()}
@@ -128,6 +130,7 @@ class CpuForCuda:
             "nemo_rl.utils.nvml": self.nvml,
             "nemo_rl.models.policy.utils": self.handles,
             "nemo_rl.models.policy.workers.dtensor_policy_worker": self.trainer,
+            "nemo_rl.models.policy.workers.dtensor_policy_worker_v2": self.trainer,
             "nemo_rl.models.policy.workers.megatron_policy_worker": self.megatron,
             "nemo_rl.models.megatron.setup": self.megatron_setup,
             "nemo_rl.models.generation.vllm.vllm_worker": self.rollouts,

@@ -15,6 +15,7 @@ from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
 from nemo_rl_ext.config.drivers import (
     DRIVERS,
     DTENSOR,
+    FSDP,
     Driver,
     check_places,
     driver_of,
@@ -98,7 +99,7 @@ def test_a_block_is_read_or_refused_wherever_it_stands(driver: Driver) -> None:
             assert read_keys.model_dump()
             served.add(key)
     # The config has a Megatron trainer.
-    assert served == {f"{section}.fp8rl" for section in driver.serves if section != DTENSOR}
+    assert served == {f"{section}.fp8rl" for section in driver.serves if section not in FSDP}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,7 @@ NOT_BY_DTENSOR = "'policy.megatron_cfg.enabled' true"
         ),
         ("ppo", {"value.megatron_cfg.fp8rl": {}}, "the value model stays in BF16; move it to"),
         ("grpo", {f"{DTENSOR}.fp8rl": {}}, "is true; move it to 'policy.megatron_cfg.fp8rl', or"),
+        ("grpo", {f"{section}.fp8rl": {} for section in FSDP}, "are one section, before NeMo RL"),
         ("ppo", {f"{DTENSOR}.fp8rl": {}}, "'policy.dtensor_cfg.fp8rl' has no effect in run_ppo.py"),
         ("grpo", {"policy.draft.fp8rl": {}}, "'policy.draft.fp8rl' has no effect"),
         ("grpo", {"loss_fn.fp8rl_guard": {}}, "fp8rl_guard' is set, but no section uses it"),
@@ -241,7 +243,7 @@ def test_each_key_of_a_recipe_reaches_who_acts_on_it(driver: Driver, key: str) -
         block |= {"training": False, "weights": POW2, "activations": POW2}
     wanted = Recipe.from_dict(block)
     try:
-        prepared = made(driver, config(block, *driver.serves))
+        prepared = made(driver, config(block, *(s for s in driver.serves if s not in FSDP)))
     except Fp8RLError as error:
         assert key in str(error)  # told, not lost
         return

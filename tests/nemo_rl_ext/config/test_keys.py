@@ -238,12 +238,16 @@ exact megatron.model_overrides.should_pad_vocab=true
 exact generation.temperature=0.8
 exact generation.vllm_kwargs.speculative_config.method=mtp | vllm_kwargs.speculative_config'
 exact grpo.val_at_start=true
-dtensor policy.dtensor_cfg._v2=true | '{}' is true
+automodel policy.dtensor_cfg.automodel_kwargs.force_hf=false | '{}' is false
+automodel policy.dtensor_cfg.automodel_kwargs.use_liger_kernel=true | '{}' puts other modules
+automodel policy.dtensor_cfg.automodel_kwargs.backend={} | '{}' puts other modules
+automodel policy.dtensor_cfg.expert_parallel_size=2 | '{}' is 2
+automodel policy.dtensor_cfg.lora_cfg.enabled=true | '{}' is true, and rollouts get merged weights
+renamed policy.automodel_cfg.tensor_parallel_size=2 | with 'policy.automodel_cfg.fp8rl' is served
+renamed policy.automodel_cfg.automodel_kwargs.force_hf=false | '{}' is false
 dtensor policy.dtensor_cfg.tensor_parallel_size=2 | '{}' is 2
 dtensor policy.dtensor_cfg.context_parallel_size=4 | '{}' is 4
-dtensor policy.dtensor_cfg.lora_cfg.enabled=true | '{}' is true
 dtensor policy.precision=float32 | '{}' is 'float32'
-dtensor policy.automodel_cfg={} | '{}' is a section of a newer NeMo RL
 dtensor grpo.async_grpo.enabled=true | '{}' is true
 dtensor vllm.async_engine=true | '{}' is true
 dtensor data_plane.enabled=true | '{}' is true
@@ -253,7 +257,14 @@ dtensor generation.backend=sglang | needs '{}' vllm
 """
 EXACT = "policy.logprob_chunk_size=1024 megatron.defer_fp32_logits=true block.exact=true "
 BY_DTENSOR = "megatron.enabled=false policy.dtensor_cfg.fp8rl={} policy.dtensor_cfg._v2=false "
-NAMED = {"exact": EXACT, "dtensor": BY_DTENSOR}
+BY_AUTOMODEL = BY_DTENSOR + "policy.dtensor_cfg._v2=true "
+BY_RENAMED = "megatron.enabled=false policy.automodel_cfg.fp8rl={} "
+NAMED = {
+    "exact": EXACT,
+    "dtensor": BY_DTENSOR,
+    "automodel": BY_AUTOMODEL,
+    "renamed": BY_RENAMED,
+}
 
 
 @pytest.mark.parametrize(
@@ -498,8 +509,9 @@ def test_a_trainer_attends_over_the_rollouts_cache_where_it_can_and_says_where_n
         assert re.search(expected, said)
 
 
-def test_a_dtensor_trainer_with_the_block_does_all_that_megatrons_does() -> None:
-    overrides = BY_DTENSOR + "~megatron.fp8rl "
+@pytest.mark.parametrize("trainer", ["dtensor", "automodel", "renamed"])
+def test_a_trainer_without_megatron_does_by_the_block_all_that_megatrons_does(trainer: str) -> None:
+    overrides = NAMED[trainer] + "~megatron.fp8rl "
     plan = read(Sections(config({}, overrides), GRPO))
     assert plan is not None and plan.recipe == plan.of_trainer == Recipe()
     assert (plan.kv_scales, plan.rounded_as, plan.replaces_trainer) == ("trainer", "fp8_e4m3", True)
@@ -507,7 +519,14 @@ def test_a_dtensor_trainer_with_the_block_does_all_that_megatrons_does() -> None
     assert RunPlan.model_validate(plan.to_dict()) == plan
     run = MasterConfig(**config({}, overrides))
     assert prepare(run, GRPO, lambda key: None) is not None
-    assert run.policy["dtensor_cfg"]["fp8rl"] == plan.recipe.to_dict()
+    written = {"fp8rl": plan.recipe.to_dict()}
+    if trainer != "renamed":
+        written["_v2"] = trainer == "automodel"
+    if trainer != "dtensor":  # else Automodel prefers models of its own
+        written["automodel_kwargs"] = {"force_hf": True}
+    section = plan.trainer.removeprefix("policy.")
+    assert section == ("automodel_cfg" if trainer == "renamed" else "dtensor_cfg")
+    assert run.policy[section] == written
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])

@@ -37,11 +37,14 @@ class VllmGeneration:
         self.config = config
 
 
-def config(*, megatron: bool = True, trainer: bool = False, rollouts: bool = False) -> Any:
+def config(
+    *, megatron: bool = True, trainer: bool = False, rollouts: bool = False, **more: Any
+) -> Any:
     return planned(
         {
             "megatron_cfg": {"enabled": megatron, **({"fp8rl": {}} if trainer else {})},
             "generation": {"vllm_cfg": {"fp8rl": {}} if rollouts else {}},
+            **more,
         }
     )
 
@@ -72,11 +75,14 @@ def by_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_where_the_config_has_the_key_it_names_our_classes(by_key: Any, asynchronous: bool) -> None:
-    synchronous, engine, trainer, _ = STANDS_FOR.values()
-    given = config(trainer=True, rollouts=True)
-    by_key.Policy(None, given, None)
-    by_key.Policy(None, given, None)  # such as a second one of a run
-    assert given[KEY] == trainer
+    synchronous, engine, *trainers = STANDS_FOR.values()
+    first, second = ({"dtensor_cfg": {"fp8rl": {}, "_v2": v2}} for v2 in (False, True))
+    renamed = {"automodel_cfg": {"fp8rl": {}}}
+    for trainer, changes in zip(trainers, ({}, first, second, renamed), strict=True):
+        given = config(megatron=not changes, trainer=True, rollouts=True, **changes)
+        by_key.Policy(None, given, None)
+        by_key.Policy(None, given, None)  # such as a second one of a run
+        assert given[KEY] == trainer
     generation = {
         "vllm_kwargs": {"quantization": "fp8rl"},
         "vllm_cfg": {"async_engine": asynchronous},
