@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8rl import PinPolicy, Recipe
-from fp8rl.errors import CheckpointError, PinError, RefitError, UnsupportedError
+from fp8rl.errors import PinError, RefitError, UnsupportedError
 from fp8rl.kv_scales import ROLES, Role, scale_name
 from fp8rl.models.spec import ModelSpec
 from vllm_fp8rl.engine.guard import RefitGuard
@@ -89,18 +89,9 @@ class RankState:
         self.loaded = self.dummy
 
     def built(self) -> None:
-        """Note that all layers have been built and loaded; may be called any number of times.
-
-        Raises:
-            CheckpointError: no ``load_weights`` has brought every tensor of the model.
-        """
+        """Note that all layers have been built; may be called any number of times."""
         self.warmup.close()
         self.replacement.close()
-        if not self.loaded:
-            raise CheckpointError(
-                "The engine's weights did not come by the model's load_weights, so that a part may "
-                "be missing; set load_format to 'auto', or to 'dummy' and refit."
-            )
 
     def precision(self, name: str) -> str:
         """Return ``fp8`` or ``bf16`` for a linear module, by its name in the engine."""

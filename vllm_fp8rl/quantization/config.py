@@ -13,7 +13,7 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizeMethodBase,
 )
 
-from fp8rl import PluginManager, Recipe
+from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.models.sizes import Sizes
 from fp8rl.models.spec import ModelSpec
@@ -194,11 +194,7 @@ class Fp8RLConfig(QuantizationConfig):
             with torch.device(engine.device_config.device_type):
                 self._state = _resolve(engine, self._recipe, self._mapper)
             expect_quantizing_loads()
-            text = "fp8rl: recipe.rollout is false, every linear layer is in the model's dtype"
-            if self._state.recipe.rollout:
-                policy = self._state.policy
-                text = f"{policy.summary()}\n{precision_text(policy.report())}"
-            logger.info("%s", text)
+            logger.info("%s", _table(self._state.recipe, self._state.policy))
         return self._state
 
 
@@ -302,6 +298,13 @@ def _check_checkpoint(config: Mapping[str, Any]) -> None:
             f"The checkpoint has activation_scheme '{scheme}', but quantization='{NAME}' scales "
             "activations dynamically; load a BF16 checkpoint."
         )
+
+
+def _table(recipe: Recipe, policy: PinPolicy) -> str:
+    """Return the resolved precisions, for the log."""
+    if not recipe.rollout:
+        return "fp8rl: recipe.rollout is false, every linear layer is in the model's dtype"
+    return f"{policy.summary()}\n{precision_text(policy.report())}"
 
 
 __all__ = ["RECIPE_ENV", "Fp8RLConfig", "read_recipe"]

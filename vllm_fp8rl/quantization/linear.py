@@ -24,7 +24,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.utils import set_weight_attrs
 
-from fp8rl.errors import RefitError, UnsupportedError
+from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.kernels import head, reference
 from fp8rl.numerics import BLOCK, Quantized, cdiv
@@ -90,7 +90,6 @@ class Fp8RLLinearMethod(LinearMethodBase):
     def __init__(self, state: RankState, name: str) -> None:
         self.state = state
         self.name = name
-        self._filled = False
 
     def create_weights(
         self,
@@ -132,13 +131,19 @@ class Fp8RLLinearMethod(LinearMethodBase):
             set_weight_attrs(parameter, extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Check that codes have scales, or stand in for the weights of no checkpoint, once."""
+        """Nothing to do for loaded weights, however often it is called.
+
+        Raises:
+            CheckpointError: the checkpoint left out a part of this layer. vLLM does not check that
+                for quantized models.
+        """
         self.state.built()
+        if self.grid.complete:
+            return
         if not self.state.dummy:
             self.grid.require_paired()
-        elif not self._filled:
-            self.grid.fill(dummy_weights(self.grid.device))
-            self._filled = True
+            raise _incomplete(self.name, self.grid.missing())
+        self.grid.fill_missing(dummy_weights(self.grid.device))
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not torch.compiler.is_compiling():
@@ -177,6 +182,13 @@ def _opaque_product(x: torch.Tensor, name: str, out_features: int) -> torch.Tens
 @_opaque_product.register_fake
 def _(x: torch.Tensor, name: str, out_features: int) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
+
+
+def _incomplete(name: str, rows: list[int]) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint has no tensor for local rows from {rows[0]} of '{name}'; load a complete "
+        "checkpoint, or use load_format='dummy' and refit."
+    )
 
 
 def dummy_weights(device: torch.device) -> Callable[[tuple[int, int]], torch.Tensor]:
@@ -235,8 +247,15 @@ class RefitLinearMethod(UnquantizedLinearMethod):
         set_weight_attrs(weight, extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing: upstream would hand the weight to oneDNN here and empty the parameter."""
+        """Nothing: upstream would hand the weight to oneDNN here and empty the parameter.
+
+        Raises:
+            CheckpointError: the checkpoint left out a part of this layer.
+        """
         self.state.built()
+        weight = layer.weight
+        if isinstance(weight, PlainWeight) and weight.missing and not self.state.dummy:
+            raise _incomplete(self.name, sorted(weight.missing))
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -281,7 +300,15 @@ class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
         vocabulary: Any = layer
         words = vocabulary.shard_indices.num_org_elements
         if self.state.recipe.exact and words <= head.FEW_WORDS:
-            # As the trainer does, without the rows that pad a vocabulary; zeros take their place.
-            found = head.multiply(x, vocabulary.weight[:words].t())
-            return torch.nn.functional.pad(found, (0, len(vocabulary.weight) - words))
+            return few_words(x, vocabulary.weight, words)
         return super().apply(layer, x, bias)
+
+
+def few_words(x: torch.Tensor, weight: torch.Tensor, words: int) -> torch.Tensor:
+    """Multiply ``x`` ``[rows, K]`` as the trainer does, without the rows that pad a vocabulary.
+
+    Returns:
+        ``[rows, padded words]``, with zeros behind the words.
+    """
+    found = head.multiply(x, weight[:words].t())
+    return torch.nn.functional.pad(found, (0, len(weight) - words))

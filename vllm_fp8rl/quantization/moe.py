@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from fp8rl.errors import UnsupportedError
+from fp8rl.errors import CheckpointError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.models.families import EXPERTS
 from fp8rl.numerics import BLOCK, Quantized, cdiv
@@ -123,12 +123,17 @@ class _ExpertsMethod(FusedMoEMethodBase):
         """Multiply ``x`` ``[rows, K]`` on a CPU with a local expert's part of ``w13`` or ``w2``."""
         return torch.nn.functional.linear(x, getattr(layer, f"{stack}_weight")[expert])
 
+    def _incomplete(self) -> CheckpointError:
+        return CheckpointError(
+            f"The checkpoint has no tensor '{self.grids.missing()[0]}'; load a complete "
+            "checkpoint, or use load_format='dummy' and refit."
+        )
+
 
 class Fp8RLMoEMethod(_ExpertsMethod):
     """Block-FP8 experts, written in place by every load."""
 
     grids: ExpertGrids
-    _filled = False
 
     def maybe_roundup_sizes(
         self,
@@ -183,15 +188,20 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         }
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Check that codes have scales, or stand in for the weights of no checkpoint, once."""
+        """Nothing to do for loaded weights, however often it is called.
+
+        Raises:
+            CheckpointError: the checkpoint left out a part of this layer.
+        """
         self.state.built()
         # vLLM's dummy loader writes into the padding too.
         self.grids.layout.clear_padding(layer.w13_weight.data, layer.w2_weight.data)
+        if self.grids.complete:
+            return
         if not self.state.dummy:
             self.grids.require_paired()
-        elif not self._filled:
-            self.grids.fill(dummy_weights(layer.w13_weight.device))
-            self._filled = True
+            raise self._incomplete()
+        self.grids.fill_missing(dummy_weights(layer.w13_weight.device))
 
     def discard(self, layer: RoutedExperts) -> None:
         super().discard(layer)
@@ -222,7 +232,13 @@ class RefitMoEMethod(_ExpertsMethod):
             self.moe_quant_config, self.moe_kernel = delegate_plain_experts(layer, self.moe)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Nothing: upstream would repack or shuffle the stacks here, out of reach of a refit."""
+        """Nothing: upstream would repack or shuffle the stacks here, out of reach of a refit.
+
+        Raises:
+            CheckpointError: the checkpoint left out a part of this layer.
+        """
+        if self.grids.missing() and not self.state.dummy:
+            raise self._incomplete()
 
 
 @torch.library.custom_op(

@@ -223,14 +223,15 @@ class BlockGrid:
             for start in self._rows
             if start % _ROWS
         }
+        self._loaded: set[int] = set()
         self._incomplete: dict[int, str] = {}
         """Shards of which one of the pair has come -> which."""
         self._last_write = torch.cuda.Event() if self.device.type == "cuda" else None
 
     @property
-    def unpaired(self) -> bool:
-        """Whether FP8 codes wait for their scales, or scales for their codes."""
-        return bool(self._incomplete)
+    def complete(self) -> bool:
+        """Whether every shard has been written at least once."""
+        return len(self._loaded) == len(self._rows) and not self._incomplete
 
     def require_paired(self) -> None:
         """Raise RefitError while FP8 codes wait for their scales, or scales for their codes."""
@@ -242,6 +243,10 @@ class BlockGrid:
                 "every FP8 weight before generating."
             )
 
+    def missing(self) -> list[int]:
+        """First local rows of the shards that were never written."""
+        return [start for start in self._rows if start not in self._loaded]
+
     @property
     def partitions(self) -> list[tuple[int, int]]:
         """First local row and number of rows of each shard, in order."""
@@ -252,9 +257,9 @@ class BlockGrid:
         rows = self._rows[start]
         return Shard(start, rows, (0, 0), (rows, self.columns))
 
-    def fill(self, make: Callable[[tuple[int, int]], torch.Tensor]) -> None:
-        """Write ``make(shape)`` to each shard."""
-        for start in self._rows:
+    def fill_missing(self, make: Callable[[tuple[int, int]], torch.Tensor]) -> None:
+        """Write ``make(shape)`` to each shard that was never written."""
+        for start in self.missing():
             shard = self.whole(start)
             self.write(shard, make(shard.full))
 
@@ -263,8 +268,13 @@ class BlockGrid:
         self._incomplete.clear()
 
     def discard(self) -> None:
-        """Put back what no load brings, after the storage has lost its contents."""
+        """Forget the kept rows of shared blocks, after the storage has lost its contents.
+
+        A shared block then has NaN codes until all its shards have come again.
+        """
         self.forget_unpaired()
+        for kept in self._shared.values():
+            kept.fill_(torch.nan)
         self._storage()[0][:, self.columns :].view(torch.uint8).zero_()
 
     def write(self, shard: Shard, tensor: torch.Tensor, batch: WriteBatch | None = None) -> None:
@@ -363,10 +373,11 @@ class BlockGrid:
             )
 
     def _arrived(self, start: int, what: str) -> None:
-        """Note one of the pair of a shard."""
+        """Note one of the pair of a shard, which is loaded once both have come."""
         self._on_unpaired()
         if self._incomplete.setdefault(start, what) != what:
             del self._incomplete[start]
+            self._loaded.add(start)
 
     def _collect(self, start: int, rows: torch.Tensor, batch: WriteBatch) -> None:
         """Collect the quantization of a shard: blocks of its own now, shared ones at the end."""
@@ -375,6 +386,7 @@ class BlockGrid:
             self._put(start, rows, batch)
         else:
             self._collect_parts(start, rows, batch)
+        self._loaded.add(start)
 
     def _collect_parts(self, start: int, rows: torch.Tensor, batch: WriteBatch) -> None:
         end = start + self._rows[start]

@@ -124,7 +124,20 @@ class ExpertLayout:
             (pad.view(torch.uint8) if pad.dtype == FP8_DTYPE else pad).zero_()
 
 
-class ExpertGrids:
+class _Matrices:
+    """What the writers of expert matrices have in common."""
+
+    def __init__(self, layout: ExpertLayout, storage: Storage) -> None:
+        self.layout = layout
+        self._storage = storage
+        self._missing = {(expert, matrix) for expert in layout.local for matrix in MATRICES}
+
+    def missing(self) -> list[str]:
+        """HF names of the local matrices that were never written."""
+        return [self.layout.hf_name(*key) for key in sorted(self._missing)]
+
+
+class ExpertGrids(_Matrices):
     """Writes expert matrices into the codes and scales of one layer, in any order.
 
     It stands for the grids of all matrices, and answers as one of them does
@@ -148,7 +161,7 @@ class ExpertGrids:
         device: torch.device,
         on_unpaired: Callable[[], None],
     ) -> None:
-        self.layout, self._storage = layout, storage
+        super().__init__(layout, storage)
         self.scale_format = scale_format
         self._device = device
         self._on_unpaired = on_unpaired
@@ -174,6 +187,11 @@ class ExpertGrids:
             on_unpaired=self._on_unpaired,
         )
 
+    @property
+    def complete(self) -> bool:
+        """Every matrix has been written at least once."""
+        return not self._missing and not self._unpaired
+
     def require_paired(self) -> None:
         """Raise RefitError while FP8 codes wait for their scales, or scales for their codes."""
         for grid in self._unpaired.values():
@@ -194,7 +212,9 @@ class ExpertGrids:
             return
         rows = cut(tensor, shard, self.layout.columns(matrix))
         batch.quantize_expert(rows, stack, self.layout.local[expert], self.scale_format)
-        self._unpaired.pop((expert, matrix), None)
+        if not self.complete:
+            self._unpaired.pop((expert, matrix), None)
+            self._missing.discard((expert, matrix))
 
     def load_scales(
         self, expert: int, matrix: Matrix, scale_inv: torch.Tensor, batch: WriteBatch | None = None
@@ -203,11 +223,10 @@ class ExpertGrids:
         shard = self._shards[matrix]
         self._by_grid(expert, matrix, BlockGrid.write_scales, shard, scale_inv, batch)
 
-    def fill(self, make: Callable[[tuple[int, int]], torch.Tensor]) -> None:
-        """Write ``make(shape)`` to each matrix."""
-        for expert in sorted(self.layout.local):
-            for matrix in sorted(MATRICES):
-                self._by_grid(expert, matrix, BlockGrid.fill, make)
+    def fill_missing(self, make: Callable[[tuple[int, int]], torch.Tensor]) -> None:
+        """Write ``make(shape)`` to each matrix that was never written."""
+        for expert, matrix in sorted(self._missing):
+            self._by_grid(expert, matrix, BlockGrid.fill_missing, make)
 
     def _by_grid(
         self, expert: int, matrix: Matrix, write: Callable[..., None], *args: object
@@ -216,10 +235,11 @@ class ExpertGrids:
         key = (expert, matrix)
         grid = self._unpaired.get(key) or self._grid(expert, matrix)
         write(grid, *args)
-        if grid.unpaired:
-            self._unpaired[key] = grid
-        else:
+        if grid.complete:
             self._unpaired.pop(key, None)
+            self._missing.discard(key)
+        else:
+            self._unpaired[key] = grid
 
     def _live(self, matrix: Matrix) -> Quantized:
         stack, part_of = stack_of(matrix), self.layout.part_of
@@ -231,11 +251,8 @@ class ExpertGrids:
         return Quantized(codes[local], scale_inv[local])
 
 
-class PlainExperts:
+class PlainExperts(_Matrices):
     """Writes expert matrices into an unquantized layer, whose storage has no scales."""
-
-    def __init__(self, layout: ExpertLayout, storage: Storage) -> None:
-        self.layout, self._storage = layout, storage
 
     @torch.no_grad()
     def load(
@@ -247,6 +264,7 @@ class PlainExperts:
         part = narrow(tensor, layout.shard(matrix), name, layout.columns(matrix))
         stack = self._storage(stack_of(matrix))
         layout.part_of(stack, matrix)[layout.local[expert]].copy_(part)
+        self._missing.discard((expert, matrix))
 
 
 def load_fused(

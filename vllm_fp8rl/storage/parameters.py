@@ -158,6 +158,8 @@ class PlainWeight(ShardedParameter):
             weight_loader=weight_loader,
         )
         self.module = module
+        self.missing = set(starts)
+        """First local rows of the shards that were never written."""
 
     @property
     def label(self) -> str:
@@ -167,6 +169,7 @@ class PlainWeight(ShardedParameter):
         check_plain_dtype(tensor, self.label)
         part = narrow(tensor, shard, self.label, self.matrix[1])
         self.data[shard.start : shard.start + shard.rows].copy_(part)
+        self.missing.discard(shard.start)
 
 
 def check_plain_dtype(tensor: torch.Tensor, name: str) -> None:

@@ -83,10 +83,12 @@ def test_any_order_gives_the_codes_of_each_local_matrix(width, ranks, scale_form
     for seed in (1, 2):  # the second round is a refit over the first
         tensors, batch = matrices(layout, seed), WriteBatch() if data.draw(st.booleans()) else None
         for key in data.draw(st.permutations(sorted(tensors))):
+            assert seed == 2 or not grids.complete
             grids.load(*key, tensors[key], batch)
         if batch:
             batch.run()
         grids.require_paired()
+        assert grids.complete and not grids.missing()
         for (expert, slot), tensor in tensors.items():
             part = padded_part(layout, tensor, slot)
             expected = quantize_block(part, scale_format=scale_format)
@@ -111,6 +113,7 @@ def test_codes_and_scales_in_any_order(width, ranks, data):
         with pytest.raises(UnsupportedError, match=r"moe\.experts\..*cannot take FP8 codes"):
             load(*key, tensor)
     grids.require_paired()
+    assert grids.complete == aligned
     if not aligned:
         assert not any(stacks[name].view(torch.uint8).any() for name in ("w13_weight", "w2_weight"))
         return
