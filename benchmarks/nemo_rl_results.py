@@ -25,6 +25,7 @@ CURVES = (
     "train/fp8rl/capped_prob_error",
     "train/fp8rl/equal_logprobs",
     "train/fp8rl/guard_level",
+    "train/fp8rl/k_clipped_share",
     "train/fp8rl/step_skipped",
 )
 """Printed step by step."""
