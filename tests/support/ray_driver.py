@@ -16,12 +16,14 @@ from pathlib import Path
 
 from support.sources import ROOT, source
 
-MODEL = """
+SUMS = 20
+"""The first of the benchmark's sums: few enough that seconds of training get some of them right."""
+MODEL = f"""
 import json, pathlib
 from tiny_models import make_model, problems
-sums = problems()[:20]  # few enough that seconds of training get some of them right
+sums = problems()[:{SUMS}]
 make_model(pathlib.Path("model"), steps=40, batch_size=16, sums=sums)
-rows = (json.dumps({"input": p.prompt, "output": p.answer}) for p in sums)
+rows = (json.dumps({{"input": p.prompt, "output": p.answer}}) for p in sums)
 pathlib.Path("few.jsonl").write_text("\\n".join(rows) + "\\n", encoding="utf-8")
 """
 LIMIT_S = 600
