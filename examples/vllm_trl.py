@@ -158,5 +158,7 @@ if __name__ == "__main__":
     parser.add_argument("--server")
     given = parser.parse_args()
     if given.tiny:
+        if Path(given.model).exists():
+            sys.exit(f"{given.model} is there already; name a new folder, or leave out --tiny.")
         make_tiny(given.model)
     train(given.model, given.steps, given.server)

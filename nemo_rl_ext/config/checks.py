@@ -54,9 +54,9 @@ def refuse_unread_settings(
     acting = set(blocks) - {idle}
     by_other = other in driver.serves and sections.trainer == other
     unread = {*FSDP, *((idle,) if by_other else ())} - {other}
-    if set(blocks) == {other} == {idle}:
+    if idle == other and other in blocks and MEGATRON not in blocks:
         raise RecipeError(
-            f"'{where}' has no effect: '{MEGATRON}.enabled' is true; move it to "
+            f"'{block_path(other)}' has no effect: '{MEGATRON}.enabled' is true; move it to "
             f"'{block_path(MEGATRON)}', or remove it."
         )
     if set(blocks) == {MEGATRON} == {idle}:

@@ -107,8 +107,8 @@ _OF_DTENSOR: tuple[Rule, ...] = (
     (
         f"{DTENSOR}.lora_cfg.enabled",
         OFF,
-        "is true, and rollouts get merged weights, whose FP8 codes are not those of the trainer's "
-        f"base weights; set it to false, or remove '{DTENSOR}.{BLOCK}'.",
+        "is true, and rollouts get merged weights, whose FP8 codes differ from the trainer's base "
+        f"weights; set it to false, or remove '{DTENSOR}.{BLOCK}'.",
     ),
     (
         "policy.precision",

@@ -127,7 +127,7 @@ class KVCache(_Section):
     """Headroom for values the observers have not seen: a scale is the smallest power of two at or
     above ``amax * margin / 448``. 2 by default with ``grow``, 4 with ``start``."""
     in_training: bool = True
-    """A Megatron trainer's attention sees K and V as the rollout's FP8 or INT8 cache holds them."""
+    """Attention in fp8rl's trainers sees K and V as the rollout's FP8 or INT8 cache holds them."""
 
     @property
     def has_scales(self) -> bool:

@@ -100,7 +100,7 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
             self.rounds = dtype if check_kv_cache_dtype(dtype) or dtype == INT8_KV_DTYPE else None
         if self.rounds and self.attn_type != AttentionType.DECODER:
             raise UnsupportedError(
-                f"fp8rl has no FP8 KV cache for attention of type '{self.attn_type}'; set "
+                f"fp8rl has no FP8 or INT8 KV cache for attention of type '{self.attn_type}'; set "
                 "kv_cache_dtype to 'auto'."
             )
         plain = (self.alibi_slopes, self.sinks, self.sliding_window, self.logits_soft_cap)

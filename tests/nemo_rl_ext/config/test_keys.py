@@ -155,6 +155,8 @@ loss.fp8rl_guard.tighten=2
 loss.fp8rl_guard.fallback=bf16 | '{}' must be 'stop', not 'bf16'
 fp8rl_guard={} | '{}' has no effect
 distillation: exact ~loss.fp8rl | exact' has no effect in run_distillation.py
+~megatron.fp8rl policy.dtensor_cfg.fp8rl={} |
+    'policy.dtensor_cfg.fp8rl' has no effect: 'policy.megatron_cfg.enabled' is true
 block.rollout=false generation.vllm_kwargs.kv_cache_dtype=int8_per_token_head |
     kv_cache.dtype' int8_per_token_head has no effect: 'policy.generation.vllm_cfg.fp8rl.rollout' is
 exact ~megatron.fp8rl

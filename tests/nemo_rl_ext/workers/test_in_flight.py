@@ -1,7 +1,7 @@
 """Refits of an asynchronous worker with requests in flight, on an engine that says what it is told.
 
 The answers of a real one: test_self_calibration.py; what vLLM does when it is asked to pause, to
-empty its cache and to go on: tests/vllm_fp8rl/refit/test_in_flight.py and sender/.
+empty its cache and to go on: tests/vllm_fp8rl/refit/sender/.
 """
 
 from __future__ import annotations
