@@ -28,8 +28,8 @@ def _loss(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:
 class Run(Trainer):
     """The distributed optimizer needs TransformerEngine to save its Adam."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(build_gpt(CONFIGS["dense"], seed=seed), fp8={})
+    def __init__(self, seed: int, *, fp8: bool) -> None:
+        super().__init__(build_gpt(CONFIGS["dense"], seed=seed), fp8={} if fp8 else None)
 
     def sharded(self, *, loading: bool) -> dict[str, Any]:
         model = self.gpt.sharded_state_dict()
@@ -54,12 +54,22 @@ def test_state_dicts_load_with_and_without_the_plugin(saved_with):
 
 
 @pytest.mark.slow  # megatron starts a process for the first checkpoint
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
-    straight = Run(seed=1)
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [(True, True), (False, True), (True, False)],
+    ids=["fp8", "from bf16 to fp8", "from fp8 to bf16"],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, saved, loaded):
+    """In the other precision as the run that was saved, changed over."""
+    straight = Run(seed=1, fp8=saved)
     first = [straight.step(tokens(i)) for i in range(2)]
     dist_checkpointing.save(straight.sharded(loading=False), str(tmp_path))
+    if loaded and not saved:
+        convert_alone(straight.ddp)
+    elif saved and not loaded:
+        straight.conversion.close()
     rest = [straight.step(tokens(i)) for i in range(2, 4)]
-    resumed = Run(seed=2)
+    resumed = Run(seed=2, fp8=loaded)
     resumed.step(tokens(7))  # codes of other weights, which must not survive
     state = dist_checkpointing.load(resumed.sharded(loading=True), str(tmp_path))
     resumed.gpt.load_state_dict(state["model"])

@@ -146,6 +146,21 @@ def test_gradients_pass_straight_through_also_those_of_clipped_values(model, dty
         assert torch.equal(x.grad, other.grad)
 
 
+def test_recomputed_attention_sees_the_same_keys_and_values(mcore):
+    """The second forward must quantize too: without it the gradients would differ."""
+    found = []
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    for options in ({}, recompute):
+        model = build_gpt(CONFIG, dtype=torch.float32, **options)
+        cache = KVCacheInTraining(model)
+        cache.set(scales_of(model, 0.5))
+        run(model).square().mean().backward()
+        found.append(([p.grad for p in model.parameters()], cache.metrics()))
+    (grads, shares), (others, other_shares) = found
+    assert all(map(torch.equal, grads, others))
+    assert shares == other_shares and shares["k_clipped_share"] > 0  # counted once
+
+
 def test_clipped_values_are_counted(model):
     scales = scales_of(model, 0.25)
     cache = KVCacheInTraining(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from megatron_fp8rl.layers.exact import (
     _frequencies,
     exact_class,
 )
+from megatron_fp8rl.layers.linear import Fp8Linear
 from megatron_fp8rl.testing.models import build_gpt
 from support.attention import causal_attention
 
@@ -96,6 +98,24 @@ def exact_attention(model: Any, recipe: Recipe = EXACT) -> list[Any]:
         core.__class__ = exact_class(ExactCore, type(core))
         core.fp8_setup, core.exact_forward = SimpleNamespace(recipe=recipe), OfForward()
     return cores
+
+
+def test_a_conversion_that_breaks_off_leaves_nothing(mcore, monkeypatch):
+    """An interrupt when the linears and one attention have changed."""
+    model = build_gpt(LLAMA)
+    before = [(type(module), set(vars(module))) for module in model.modules()]
+    attention = model.decoder.layers[0].self_attention
+
+    def interrupted(chunks: Any) -> Iterator[Any]:
+        rotation = Rotation(inverse_frequencies(1e4, 64))
+        yield attention, ExactSelfAttention, {"exact_rotation": rotation}
+        assert isinstance(attention.linear_qkv, Fp8Linear)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exact, "plan", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(model, EXACT)
+    assert [(type(module), set(vars(module))) for module in model.modules()] == before
 
 
 def test_the_cache_puts_exact_attention_into_service_and_takes_it_out(mcore):

@@ -15,14 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from megatron.core import parallel_state
 from safetensors.torch import load_file
 
-from fp8rl.errors import ScaleError
+from fp8rl.errors import CheckpointError, ScaleError
 from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
-from megatron_fp8rl.export import export_hf
+from megatron_fp8rl.export import export_hf, load_hf
 from megatron_fp8rl.kv.cache import KVCacheInTraining
 from megatron_fp8rl.kv.observers import QKVObserver
 from megatron_fp8rl.layers.swiglu import Fp8SwigluMLP
@@ -32,6 +33,7 @@ from support.launch import join
 from support.megatron import weight_codes_hf
 from support.parallel.run import (
     CPU,
+    LAST_STAGES,
     LAYERS,
     SINGLES,
     STEPS,
@@ -53,7 +55,11 @@ def train(
     result: dict[str, Any] = {"int8": _loss_over_int8(run) if topology.has_int8 else None}
     observer = QKVObserver(run.model)
     cache = KVCacheInTraining(run.model)
+    lacking = {name: t for name, t in weights.items() if name != LAST_STAGES}
+    with pytest.raises(CheckpointError) as refused:  # on each rank; what is exported is as it was
+        load_hf(run.model, lacking, vocab_size=VOCAB, allow_cast=True)
     result |= {
+        "refused load": str(refused.value),
         "exported": _exported(run),
         "modules": sorted(run.conversion.modules),
         "fused": sum(isinstance(m, Fp8SwigluMLP) for chunk in run.model for m in chunk.modules()),

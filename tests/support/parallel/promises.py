@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fp8rl.models.families import FUSED
-from support.parallel.run import EXPERTS, LAYERS, SINGLES, TOPOLOGIES, Topology
+from support.parallel.run import EXPERTS, LAST_STAGES, LAYERS, SINGLES, TOPOLOGIES, Topology
 
 # Relative, one a step. Pipeline and data parallel forwards compute what one process does, bit for
 # bit; tensor parallelism sums in another order. FP8 turns a relative difference e into one of about
@@ -185,3 +185,8 @@ def test_clipped_keys_and_values_are_counted_over_all_ranks(ranks, name):
 def test_nan_on_one_rank_is_an_error_on_every_rank(ranks, name):
     for rank in ranks.of(name):
         assert rank["nan"].startswith("KV scale 'model.layers.2.self_attn.k_scale' is nan")
+
+
+def test_a_load_that_lacks_a_tensor_of_one_stage_fails_on_every_rank(ranks, name):
+    for rank in ranks.of(name):
+        assert f"missing, the first is '{LAST_STAGES}'" in rank["refused load"]

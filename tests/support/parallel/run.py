@@ -26,6 +26,8 @@ from megatron_fp8rl.testing.models import build_gpt
 
 STEPS, MICROBATCHES, BATCH, LENGTH, VOCAB, LAYERS = 3, 2, 2, 32, 94, 4
 PADDED_VOCAB = 96
+LAST_STAGES = "model.layers.3.self_attn.o_proj.weight"
+"""A tensor that the last pipeline stage alone has."""
 CPU = torch.device("cpu")
 # Layer 1 wholly and one module of layer 3: a stage-local layer number would mix them up, since
 # with two stages both are local layer 1, and with four chunks all are local layer 0.

@@ -13,6 +13,7 @@ from vllm.model_executor.model_loader.reload import (  # as frameworks do, befor
 from fp8rl.errors import RefitError
 from support.engine import PROMPTS, SCALES
 from support.reloads import layerwise, reload
+from vllm_fp8rl.kv.scales import fp8_layers
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
 
 pytestmark = pytest.mark.usefixtures("restored")
@@ -167,3 +168,33 @@ def test_a_first_tensor_that_is_partly_written_closes_the_model(engine, a, kind)
     with pytest.raises((RefitError, RuntimeError)):
         engine.model.load_weights(kind([(QKV, 2 * torch.cat(parts)[:-8])]))
     engine.refuses(*CLOSED)
+
+
+@pytest.mark.parametrize("broken", ["the part", "the whole"])
+def test_a_part_does_not_open_a_model_whose_load_broke_off(engine, a, broken):
+    """All tensors have to come again, by their names in the whole model."""
+    inner = [(n.removeprefix("model."), t) for n, t in a.items() if n.startswith("model.")]
+    model, sent, leaf = engine.model, list(a.items()), NORM
+    if broken == "the part":
+        model, sent, leaf = engine.model.model, inner, "norm.weight"
+    with pytest.raises(RefitError, match=r"\(3,\)"):
+        model.load_weights(iter([*sent[:5], (leaf, torch.ones(3))]))
+    engine.model.model.load_weights(inner)
+    engine.refuses(*CLOSED)
+    *most, last = a.items()
+    engine.model.load_weights(most)
+    engine.refuses(*CLOSED)
+    engine.model.load_weights([last])
+    require_ready(engine.llm)
+
+
+def test_a_kv_scale_of_a_load_that_breaks_off_is_whole(engine, a):
+    """The number that attention is given and the tensor that it reads must be the same."""
+    name = "model.layers.0.self_attn.k_scale"
+    with pytest.raises(RefitError, match=r"\(3,\)"):
+        engine.model.load_weights([(name, torch.tensor([0.2])), (UP, torch.ones(3))])
+    engine.model.load_weights(list(a.items()))
+    engine.llm.reset_prefix_cache()
+    engine.greedy(PROMPTS)
+    layer, scales = next(iter(fp8_layers(engine.model)))
+    assert float(layer._k_scale) == float(layer.k_scale) == pytest.approx(scales.values["k"])

@@ -13,7 +13,7 @@ import torch
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_name
-from support.engine import SCALES, Engine
+from support.engine import SCALES, Engine, set_threads
 from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 from vllm_fp8rl.kv.scales import kv_scale_state, missing_kv_scales, set_kv_scales
 from vllm_fp8rl.quantization.checks import check_scale_source, check_speculation
@@ -129,3 +129,20 @@ def test_caches_without_right_scales_are_refused(check, message):
     check_scale_source(SimpleNamespace())  # vLLM 0.32
     for dtype, method in (("auto", "draft_model"), ("fp8_e4m3", "ngram")):
         check_speculation(dtype, drafts(method))
+
+
+@pytest.mark.slow  # numba compiles the proposer for 10 s
+def test_drafts_from_the_prompt_give_the_tokens_of_an_engine_without(
+    checkpoints, engine, other_engine
+):
+    """The proposer has no layers, and is what the refusal of a draft model names."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    start = {"speculative_config": drafts, "disable_log_stats": False}
+    try:
+        speculating = other_engine(checkpoints["a"], Recipe(), **start)
+        prompts = [[7, 8, 9] * 4, [20, 21] * 5]
+        assert speculating.greedy(prompts, 24) == engine.greedy(prompts, 24)
+    finally:
+        set_threads(1)  # the proposer leaves as many as there are cores
+    drafted = "vllm:spec_decode_num_draft_tokens"
+    assert next(each.value for each in speculating.llm.get_metrics() if each.name == drafted) > 0

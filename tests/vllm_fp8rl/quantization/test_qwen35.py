@@ -24,6 +24,7 @@ from support.hf_reference import load_reference
 from support.towers import TEXT_ONLY, keep_towers
 
 pytest.importorskip("transformers.models.qwen3_5_moe", reason="transformers has no Qwen3.5")
+from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
 from support import teacher_forced
 from support.gaps import Gap, gap, observed_kv_scales
@@ -68,9 +69,15 @@ def floor_of(path: Path, recipe: Recipe, scales: dict[str, float], expected: tor
     return gap(other, expected)
 
 
-def test_equals_transformers_after_a_refit(paths, moe_engine, monkeypatch):
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_equals_transformers_after_a_refit(paths, tmp_path, moe_engine, monkeypatch, alone):
+    """With experts inside the wrapper, and dense as text alone."""
+    if alone and "Qwen3_5ForCausalLM" not in _TEXT_GENERATION_MODELS:
+        pytest.skip("this vLLM has no Qwen3.5 without the vision wrapper")
+    if alone:
+        paths = [make_qwen35_checkpoint(tmp_path / name, seed) for seed, name in enumerate("ab")]
     compute_in_float32(monkeypatch)
-    engine = moe_engine(paths[0], Recipe(), scaled=False, **TEXT_ONLY)
+    engine = moe_engine(paths[0], Recipe(), scaled=False, **({} if alone else TEXT_ONLY))
     path = paths[1]
     scales = observed_kv_scales(path, engine.recipe, PROMPTS[:16])
     assert set(scales) == SCALE_NAMES
@@ -82,7 +89,7 @@ def test_equals_transformers_after_a_refit(paths, moe_engine, monkeypatch):
     expected = load_reference(path, engine.recipe, kv_scales=scales).many(PROMPTS)
     floor = floor_of(path, engine.recipe, scales, expected)
     assert gap(actual, expected).within(floor, FACTOR), (gap(actual, expected), floor)
-    left = ["model.language_model.layers.1.linear_attn.in_proj_z"]
+    left = [f"model.{'' if alone else 'language_model.'}layers.1.linear_attn.in_proj_z"]
     wrong = load_reference(path, engine.recipe, kv_scales=scales, unquantized=left)
     assert not gap(actual, wrong.many(PROMPTS)).within(floor, FACTOR)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from support.engine import make_checkpoint
 from support.gaps import gap
 from support.mla import SHAPES
 from support.processes import answer, run_forked
-from support.tiny import make_mla_checkpoint, make_moe_checkpoint
+from support.tiny import make_mla_checkpoint, make_moe_checkpoint, make_qwen35_checkpoint
 from vllm_fp8rl.compat import require_cpu_router
 
 SCRIPT = Path(__file__).with_name("tp_refit.py")
+# Whole blocks on each rank: the same codes as on one.
+QWEN35 = {"experts": True, "vision": True, "shared_expert_intermediate_size": 256}
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +45,21 @@ def found_by(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     for seed, name in enumerate("ab"):
         make_moe_checkpoint(root / "experts" / name, 40 + seed, moe_intermediate_size=192)
         make_mla_checkpoint(root / "latent" / name, 50 + seed, **SHAPES["v3"])
+        if find_spec("transformers.models.qwen3_5_moe"):
+            make_qwen35_checkpoint(root / "delta" / name, 60 + seed, **QWEN35)
     (root / "halves").symlink_to("experts")
     return answer(run_forked(SCRIPT.with_name("tp_moe.py"), root, timeout=540))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("kind", "noise"), [("experts", 0.02), ("halves", 0.5), ("latent", 0.1)])
+@pytest.mark.parametrize(
+    ("kind", "noise"), [("experts", 0.02), ("halves", 0.5), ("latent", 0.1), ("delta", 0.02)]
+)
 def test_refits_over_two_ranks_give_the_logprobs_of_one(found_by, kind, noise):
     """As near as codes that flip allow: ranks sum in another order, and halves move blocks."""
+    if kind not in found_by:
+        pytest.skip("transformers has no Qwen3.5")
     found = found_by[kind]
     assert "failed" not in found, found["failed"]
     a, b, again = (torch.tensor(each) for each in found["logprobs"])

@@ -19,6 +19,7 @@ from fp8rl.errors import RefitError
 from support.engine import KV_SCALE, PROMPTS, SCALES
 from support.reloads import reload
 from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
+from vllm_fp8rl.engine.rank_state import state_of
 from vllm_fp8rl.kv import observer as kv_observer
 from vllm_fp8rl.kv.scales import set_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
@@ -196,3 +197,25 @@ def test_nobody_goes_on_with_or_aborts_the_session_of_another(engine, b):
     refit(engine.llm, items, expect_kv_scales=True)
     with pytest.raises(RefitError, match=r"takes the name of the session.*True and None"):
         call("begin", True, None)
+
+
+def test_a_sleep_is_refused_under_a_load_and_ends_a_refit(engine, b, tokens):
+    """A CPU has no sleep mode: the guard is told as its backend does."""
+    guard = state_of(engine.model).guard
+    first, *rest = b.items()
+
+    def stream():
+        yield first
+        with pytest.raises(RefitError, match="A sleep was refused"):
+            guard.sleep(["weights"], {})
+        yield from rest
+
+    engine.model.load_weights(stream())
+    assert serves(engine, tokens["b"])
+    session = RefitSession(engine.model, expect_kv_scales=None).__enter__()
+    session.load([first])
+    guard.sleep(["weights", "kv_cache"], {})
+    guard.wake(None)
+    with pytest.raises(RefitError, match=r"This refit is not open.* begin a new one"):
+        session.load(rest)
+    engine.refuses(RefitError, "half-updated: a refit broke off")

@@ -15,6 +15,7 @@ from typing import Any
 
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # 'auto' wants a NUMA node a rank
 
+import pytest
 from tp_refit import error_of, pointers
 
 from fp8rl import Recipe
@@ -23,6 +24,7 @@ from support.engine import keep_process_groups, load_tensors, start_engine
 from support.mla import ALL, ON_A_CPU
 from support.processes import fork_engines
 from support.teacher_forced import vllm_logprobs
+from support.towers import TEXT_ONLY
 from vllm_fp8rl.refit import refit
 
 PLAIN = Recipe(kv_cache=KVCache(dtype="auto"))
@@ -30,6 +32,7 @@ KINDS: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "experts": (PLAIN, {}),
     "halves": (PLAIN, {}),
     "latent": (ALL, ON_A_CPU),
+    "delta": (PLAIN, TEXT_ONLY),
 }
 """Recipe, and arguments of an engine. Each rank has half of the experts, or a half of each."""
 
@@ -64,11 +67,17 @@ def one_rank(kind: str, folder: Path) -> dict[str, Any]:
 
 def main(root: Path) -> dict[str, dict[str, Any]]:
     """What each kind gives, or how it failed: the others run all the same."""
-    found: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+    made = [kind for kind in KINDS if (root / kind).is_dir()]
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in made}
     for run in (two_ranks, one_rank):  # processes are forked first
-        for kind in KINDS:
+        for kind in made:
             try:
-                found[kind] |= run(kind, root / kind)
+                with pytest.MonkeyPatch.context() as patch:
+                    if kind == "delta":
+                        from support.gated_delta_net import compute_in_float32
+
+                        compute_in_float32(patch)  # before the ranks are forked
+                    found[kind] |= run(kind, root / kind)
             except Exception:
                 found[kind]["failed"] = traceback.format_exc()
     return found

@@ -77,6 +77,20 @@ def test_an_update_that_lacks_a_source_or_whose_sender_died(receiver):
     assert len(receiver.greedy(PROMPTS)) == len(PROMPTS)  # nothing was written
 
 
+def test_an_update_that_is_refused_leaves_the_weight_version(receiver, a, tokens):
+    llm = receiver.llm
+    if not hasattr(llm, "get_weight_version"):
+        pytest.skip("vLLM had no weight versions before 0.31")
+    llm.start_weight_update()
+    update(receiver, payload=pack(a.items()))
+    finish(receiver, weight_version="step 1")
+    llm.start_weight_update()
+    with pytest.raises(RefitError, match="lacks"):
+        finish(receiver, weight_version="step 2")
+    assert llm.get_weight_version() == "step 1"
+    assert receiver.greedy(PROMPTS) == tokens["a"]
+
+
 class Pushed:
     """An engine that vLLM's trainer of a transport sends into."""
 
