@@ -14,7 +14,7 @@ SPREAD = 0.03
 """Speeds that differ by less count as equal, or by what repeated calls differ if that is more."""
 NEAR = 1.25
 """A cache is among the best if its KL is at most so many times the smallest: SmolLM2's FP8 cache,
-1.4 times INT8's, cost 13 points of long answers, INT8 none (``docs/measurements/accuracy.md``)."""
+1.4 times INT8's, cost 13 points of long answers, INT8 none (``expect.md``, ``accuracy.md``)."""
 GATE = 1.3
 """Largest ``capped_prob_error`` that needs no remedy, as the guard's ``tighten_above`` in the first
 steps of a run: plain errors of a healthy small pretrained model are 1.14 to 1.25

@@ -14,6 +14,7 @@ from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.recipe import KVDtype
 from nemo_rl_ext.config.drivers import (
     BLOCK,
+    DTENSOR,
     FSDP,
     GUARD,
     LOSS,
@@ -299,10 +300,10 @@ def _refuse_fp8_kv(recipe: Recipe, sections: Sections) -> None:
 
 
 def refuse_in_training(block: Mapping[str, Any], where: str, sections: Sections) -> None:
-    """Refuse a block that asks for ``kv_cache.in_training`` where the trainer cannot do it."""
+    """Refuse ``kv_cache.in_training`` of a block for a trainer that cannot do it."""
     if (block.get("kv_cache") or {}).get("in_training"):
         remedy, reason = (
-            f"'{MEGATRON}.enabled' true",
+            f"'{MEGATRON}.enabled' true, or a block '{DTENSOR}.{BLOCK}'",
             f"the {sections.other_trainer} trainer attends over its own K and V",
         )
         if sections.megatron.get("enabled"):

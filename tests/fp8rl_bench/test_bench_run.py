@@ -59,7 +59,7 @@ def test_a_trained_model_has_speeds_memory_and_kl(model: Path, tmp_path: Path) -
         assert ("refit_seconds" in row) == (name != "bf16")
     # Keys and values in one byte, and matrices of which a scale is a 16,384th.
     bf16, fp8 = rows["bf16"], rows["fp8rl-kv"]
-    assert fp8["cache_bytes_per_token"] == bf16["cache_bytes_per_token"] / 2 == 2 * 2 * 2 * 128
+    assert fp8["cache_bytes_per_token"] == bf16["cache_bytes_per_token"] == 2 * 2 * 2 * 2 * 128
     assert fp8["weight_bytes"] < bf16["weight_bytes"]
     trainer = training["trainer"]
     assert set(trainer) == set(training["bf16_trainer"]) == set(names)
