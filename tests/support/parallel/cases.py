@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from megatron.core import parallel_state
 from safetensors.torch import load_file
@@ -56,10 +55,11 @@ def train(
     observer = QKVObserver(run.model)
     cache = KVCacheInTraining(run.model)
     lacking = {name: t for name, t in weights.items() if name != LAST_STAGES}
-    with pytest.raises(CheckpointError) as refused:  # on each rank; what is exported is as it was
+    try:
         load_hf(run.model, lacking, vocab_size=VOCAB, allow_cast=True)
+    except CheckpointError as error:  # what is exported below is as it was
+        result["refused load"] = str(error)
     result |= {
-        "refused load": str(refused.value),
         "exported": _exported(run),
         "modules": sorted(run.conversion.modules),
         "fused": sum(isinstance(m, Fp8SwigluMLP) for chunk in run.model for m in chunk.modules()),

@@ -189,4 +189,4 @@ def test_nan_on_one_rank_is_an_error_on_every_rank(ranks, name):
 
 def test_a_load_that_lacks_a_tensor_of_one_stage_fails_on_every_rank(ranks, name):
     for rank in ranks.of(name):
-        assert f"missing, the first is '{LAST_STAGES}'" in rank["refused load"]
+        assert f"missing, the first is '{LAST_STAGES}'" in rank.get("refused load", "no error")

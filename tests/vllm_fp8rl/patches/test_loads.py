@@ -13,7 +13,6 @@ from vllm.model_executor.model_loader.reload import (  # as frameworks do, befor
 from fp8rl.errors import RefitError
 from support.engine import PROMPTS, SCALES
 from support.reloads import layerwise, reload
-from vllm_fp8rl.kv.scales import fp8_layers
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
 
 pytestmark = pytest.mark.usefixtures("restored")
@@ -186,15 +185,3 @@ def test_a_part_does_not_open_a_model_whose_load_broke_off(engine, a, broken):
     engine.refuses(*CLOSED)
     engine.model.load_weights([last])
     require_ready(engine.llm)
-
-
-def test_a_kv_scale_of_a_load_that_breaks_off_is_whole(engine, a):
-    """The number that attention is given and the tensor that it reads must be the same."""
-    name = "model.layers.0.self_attn.k_scale"
-    with pytest.raises(RefitError, match=r"\(3,\)"):
-        engine.model.load_weights([(name, torch.tensor([0.2])), (UP, torch.ones(3))])
-    engine.model.load_weights(list(a.items()))
-    engine.llm.reset_prefix_cache()
-    engine.greedy(PROMPTS)
-    layer, scales = next(iter(fp8_layers(engine.model)))
-    assert float(layer._k_scale) == float(layer.k_scale) == pytest.approx(scales.values["k"])
