@@ -52,7 +52,7 @@ class Run:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one GPU", "two GPUs"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return drive(tmp_path_factory, request.param, {"fp8rl.training": False})
+    return drive(tmp_path_factory, request.param, {"policy.dtensor_cfg.fp8rl": "null"})
 
 
 def drive(
