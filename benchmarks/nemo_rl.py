@@ -12,10 +12,11 @@
 Makes a model and data, writes a YAML for each variant on top of upstream's (``nemo_rl_yaml.py``),
 runs the driver untouched, and prints for each variant what its logs have (``nemo_rl_results.py``):
 reward and mismatch of every step, and seconds by phase. ``fp8rl-bf16kv`` has a BF16 KV cache,
-``fp8rl-int8kv`` an INT8 cache;
-``fp8rl-rollout`` and ``upstream-rollout`` FP8 in rollouts alone, over a BF16 cache; ``fp8rl-exact``
-is ``exact: true``, for ``sums`` with packed sequences, ``fp8rl-exact-int8kv`` the same over an INT8
-cache; ``fp8rl-pinned`` has q, k, v and the last layer in BF16 over an INT8 cache.
+``fp8rl-int8kv`` an INT8 cache; ``fp8rl-rollout`` and ``upstream-rollout`` FP8 in rollouts alone,
+over a BF16 cache; ``fp8rl-exact`` is ``exact: true``, for ``sums`` with packed sequences,
+``fp8rl-exact-int8kv`` the same over an INT8 cache; ``fp8rl-pinned`` has q, k, v and the last layer
+in BF16 over an INT8 cache. A DTensor trainer stays in BF16 with ``--set
+policy.dtensor_cfg.fp8rl=null``.
 
 ``--task sums``: a small Qwen3 trained here for seconds, or a small model of ``--family`` with its
 file under ``recipes/`` (``nemo_rl_families.py``). ``--gpus 2`` makes rollouts tensor-parallel and

@@ -22,8 +22,6 @@ FSDP = (DTENSOR, AUTOMODEL)
 LOSS = "loss_fn"
 BLOCK = "fp8rl"
 GUARD = "fp8rl_guard"
-OTHER_TRAINERS = {"Automodel": AUTOMODEL, "DTensor": DTENSOR}
-"""NeMo RL's trainer without Megatron: its name and section since 0.8.0, and those before."""
 WORKER_KEY = "worker_extension_cls_fqn"
 """Of ``policy`` and ``policy.generation``, newer than 7ea279a: the class of the workers."""
 PLAN = "fp8rl_plan"

@@ -25,7 +25,6 @@ from nemo_rl_ext.config.drivers import (
     FSDP,
     LOSS,
     MEGATRON,
-    OTHER_TRAINERS,
     VLLM,
     Driver,
 )
@@ -99,7 +98,7 @@ class Sections:
     @property
     def other_trainer(self) -> str:
         """Name of NeMo RL's trainer without Megatron, by the section that this config has."""
-        return next((n for n, path in OTHER_TRAINERS.items() if self.at(path)), "DTensor")
+        return "Automodel" if self.without_megatron == AUTOMODEL else "DTensor"
 
     @property
     def sends_kv_scales(self) -> bool:

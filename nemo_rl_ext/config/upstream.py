@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from nemo_rl_ext.config.drivers import (
-    AUTOMODEL,
     BLOCK,
     FSDP,
     LOSS,
@@ -56,7 +55,7 @@ def prepare(config: Any, driver: Driver, require: Callable[[str], None]) -> RunP
         return None
     plan, _ = check_model(plan, sections.policy, model_spec(sections.policy))
     require(plan.where)
-    hand_over(plan, config)
+    hand_over(plan, config, by_automodel=sections.builds_by_automodel)
     if sections.config.get(BLOCK) is not None:
         setattr(config, BLOCK, plan.recipe.to_dict())  # the copies stay equal
     logger.info("fp8rl: recipe of this run: %s", plan.recipe.to_dict())
@@ -65,8 +64,12 @@ def prepare(config: Any, driver: Driver, require: Callable[[str], None]) -> RunP
     return plan
 
 
-def hand_over(plan: RunPlan, config: Any) -> None:
-    """Write the plan and its recipe into a ``MasterConfig``, and the keys that upstream reads."""
+def hand_over(plan: RunPlan, config: Any, *, by_automodel: bool) -> None:
+    """Write the plan and its recipe into a ``MasterConfig``, and the keys that upstream reads.
+
+    Args:
+        by_automodel: whether Automodel builds the models of the trainer without Megatron.
+    """
     recipe, block = plan.recipe, plan.recipe.to_dict()
     policy, sections = config.policy, plan.sections
     policy[PLAN] = plan.to_dict()
@@ -100,7 +103,7 @@ def hand_over(plan: RunPlan, config: Any) -> None:
     for section in (each for each in FSDP if each in sections):
         trainer = policy[section.removeprefix("policy.")]
         trainer[BLOCK] = block
-        if section == AUTOMODEL or trainer.get("_v2"):
+        if by_automodel:
             # Of some families Automodel has models of its own, which it prefers to transformers'.
             given = trainer.get("automodel_kwargs") or {}
             trainer["automodel_kwargs"] = {**given, "force_hf": True}

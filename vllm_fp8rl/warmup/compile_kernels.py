@@ -159,9 +159,8 @@ def _tensor(dtype: Any, *shape: int, stride: tuple[int, ...] | None = None) -> A
     import torch
 
     meta = torch.empty(shape, dtype=dtype, device="meta")
-    meta = (
-        meta if stride is None else torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    )
+    if stride is not None:
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     if torch.version.cuda is None:
         return torch.empty_like(meta, device="cpu")
     gpu = torch.device("cuda", 0)
